@@ -1,0 +1,56 @@
+// Starts `lmhead serve` as a child process on free loopback ports, and stops it.
+//
+// For the demo, the benchmarks and the tests: a real server process behind a real socket.
+
+#ifndef LMHEAD_CLIENT_CPP_LOCAL_SERVER_H_
+#define LMHEAD_CLIENT_CPP_LOCAL_SERVER_H_
+
+#include <sys/types.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+
+namespace lmhead {
+
+class LocalServer {
+ public:
+  // Runs `binary serve --listen=127.0.0.1:0 --metrics_listen=127.0.0.1:0 --ready_file=…
+  // extra_flags…` and waits until the ready file is written. On failure the error carries the end
+  // of the server's log.
+  static absl::StatusOr<std::unique_ptr<LocalServer>> Start(
+      const std::string& binary, const std::vector<std::string>& extra_flags,
+      absl::Duration timeout = absl::Seconds(30));
+  ~LocalServer();  // SIGKILL when still running.
+  LocalServer(const LocalServer&) = delete;
+  LocalServer& operator=(const LocalServer&) = delete;
+
+  const std::string& address() const { return address_; }                  // host:port of gRPC.
+  const std::string& metrics_address() const { return metrics_address_; }  // host:port of HTTP.
+  pid_t pid() const { return pid_; }
+
+  // SIGTERM, then waits. Returns the exit code; DEADLINE_EXCEEDED (and SIGKILL) when it does not
+  // end.
+  absl::StatusOr<int> Stop(absl::Duration timeout = absl::Seconds(30));
+
+  // SIGKILL and reap.
+  void Kill();
+
+  // What the server has logged so far.
+  std::string Log() const;
+
+ private:
+  LocalServer() = default;
+
+  pid_t pid_ = -1;
+  std::string directory_;  // Ready file and log; removed with the server.
+  std::string address_;
+  std::string metrics_address_;
+};
+
+}  // namespace lmhead
+
+#endif  // LMHEAD_CLIENT_CPP_LOCAL_SERVER_H_

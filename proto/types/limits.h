@@ -1,0 +1,53 @@
+// Every bound of the service, in one place. Defaults that a flag may change are named kDefault….
+
+#ifndef LMHEAD_PROTO_TYPES_LIMITS_H_
+#define LMHEAD_PROTO_TYPES_LIMITS_H_
+
+#include <cstdint>
+
+namespace lmhead {
+
+inline constexpr int64_t kKiB = 1024;
+inline constexpr int64_t kMiB = 1024 * kKiB;
+
+// Names of heads and workers.
+inline constexpr int64_t kNameLengthMax = 128;
+
+// Shape of a head. The product with 8 bytes an element stays far below 2^63.
+inline constexpr int64_t kVocabSizeMax = int64_t{1} << 30;
+inline constexpr int64_t kHiddenSizeMax = int64_t{1} << 20;
+
+// hidden_states of one chunk. What the client cuts to, and the most a server takes unless told.
+inline constexpr int64_t kClientChunkBytes = 4 * kMiB;
+inline constexpr int64_t kDefaultChunkBytesMax = 8 * kMiB;
+inline constexpr int64_t kChunkTokensMax = 16384;
+
+// Everything of a message but its hidden states: at most 16 per-token fields of 4 bytes, and the
+// framing.
+inline constexpr int64_t kTokenFieldsMax = 16;
+inline constexpr int64_t kMessageHeaderBytesMax = kTokenFieldsMax * 4 * kChunkTokensMax + 64 * kKiB;
+
+// A control message: the largest is StreamOpen with the class weights of a large vocabulary.
+inline constexpr int64_t kControlMessageBytesMax = 8 * kMiB;
+static_assert(kClientChunkBytes + kMessageHeaderBytesMax <= kControlMessageBytesMax,
+              "A chunk cut by the client fits the message limit of every channel");
+
+// Rows of LoadWeights and ReadWeights messages.
+inline constexpr int64_t kWeightMessageBytes = 4 * kMiB;
+
+// Staging slots are the server's in-flight chunks; each open stream holds at least one.
+inline constexpr int32_t kDefaultStagingSlots = 16;
+inline constexpr int32_t kDefaultInflightChunksMax = 8;
+
+// Step bookkeeping.
+inline constexpr int64_t kWorkersMax = 4096;
+inline constexpr uint64_t kChunksPerWorkerMax = uint64_t{1} << 20;
+inline constexpr int32_t kStreamsPerWorkerMax = 64;
+
+// Rows of a compute batch unless the head or a flag says otherwise.
+inline constexpr int64_t kDefaultBatchTokensCpu = 1024;
+inline constexpr int64_t kDefaultBatchTokensCuda = 4096;
+
+}  // namespace lmhead
+
+#endif  // LMHEAD_PROTO_TYPES_LIMITS_H_

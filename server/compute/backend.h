@@ -1,0 +1,126 @@
+// The seam between the step transaction and the hardware.
+//
+// A ComputeBackend holds one head: its weight (one vocab shard of it, or all), the gradient
+// accumulators and the optimizer state, all carved at construction from one arena by the head's
+// MemoryPlan. It knows tensors and streams; it knows nothing of steps, workers, retries or gRPC.
+// Two implementations: CpuBackend and CudaBackend. Both pass tests/conformance.
+//
+// Thread-hostile: every method runs on the owning Executor's thread. Nothing here allocates device
+// memory, nor large host memory, after construction.
+
+#ifndef LMHEAD_SERVER_COMPUTE_BACKEND_H_
+#define LMHEAD_SERVER_COMPUTE_BACKEND_H_
+
+#include <cstdint>
+#include <functional>
+#include <span>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "proto/types/loss_recipe.h"
+#include "proto/types/tensor_view.h"
+
+namespace lmhead {
+
+// How far the backward pass goes.
+enum class BackwardMode : uint8_t {
+  kNone,             // Loss and per-token outputs only: schedule eval.
+  kHidden,           // grad_hidden_states, no grad_weight: schedule frozen (or the head's own).
+  kHiddenAndWeight,  // Also adds to grad_weight: the head's schedule, retain or recompute.
+};
+
+// One chunk's rows, in memory of its staging slot. Borrowed until the batch's completion runs.
+struct ChunkRows {
+  ConstMatrixView hidden_states;             // [num_tokens, hidden_size], host or pinned.
+  std::span<const int32_t> targets;          // [num_tokens]
+  std::span<const float> token_weights;      // [num_tokens], or empty.
+  std::span<const float> token_temperature;  // [num_tokens], or empty.
+  float grad_scale = 1.0f;
+
+  // Outputs; a null pointer (or view) means not wanted.
+  MatrixView grad_hidden_states;  // [num_tokens, hidden_size]; may alias hidden_states.
+  float* token_loss = nullptr;    // [num_tokens], like the three below.
+  float* logprob = nullptr;
+  float* lse = nullptr;
+  float* entropy = nullptr;
+  int32_t* argmax = nullptr;
+};
+
+// Chunks that one launch computes together: same recipe, same wanted outputs, same mode.
+struct BatchInput {
+  const LossRecipe* recipe = nullptr;
+  BackwardMode mode = BackwardMode::kNone;
+  std::span<const ChunkRows> chunks;
+};
+
+// The scalars of a batch; outputs of the chunks have been written when it arrives.
+struct BatchOutput {
+  std::vector<LossSums> sums;  // One a chunk.
+  StageTimings timings;        // Of the whole batch; queue_seconds is not filled in.
+};
+
+// One optimizer update. The trainer owns the schedule and the clipping and sends its numbers.
+struct OptimizerUpdate {
+  double learning_rate = 0.0;
+  double grad_multiplier = 1.0;  // Multiplied into the accumulated gradient.
+};
+
+// Tensors that can be read row by row (lmhead.v1.TensorKind). Biases have one column.
+enum class TensorKind : uint8_t {
+  kWeight = 1,
+  kBias = 2,
+  kGradWeight = 3,
+  kGradBias = 4,
+  kMasterWeight = 5,
+};
+
+class ComputeBackend {
+ public:
+  using BatchDone = std::function<void(absl::StatusOr<BatchOutput>)>;
+
+  ComputeBackend(const ComputeBackend&) = delete;
+  ComputeBackend& operator=(const ComputeBackend&) = delete;
+  virtual ~ComputeBackend() = default;
+
+  // Runs forward and backward for one batch and, in mode kHiddenAndWeight, adds its weight gradient
+  // to the accumulators. May return before the work is done; calls `done` exactly once, on any
+  // thread, in the order of the calls. Rows with a NaN or an infinity in their hidden states
+  // contribute nothing, get zero gradients and zero outputs, and are counted.
+  //
+  // REQUIRES: sum of rows in [1, plan.batch_tokens]; every target is ignore_index or in
+  //     [0, vocab_size); spans are as long as the chunk has rows, or empty.
+  // POSTCONDITION: on a non-OK `done` the accumulators are unusable until DiscardGradients(); the
+  //     weight is unchanged.
+  virtual void ComputeBatch(const BatchInput& input, BatchDone done) = 0;
+
+  // Sum of squares of grad_weight and grad_bias, in double precision. Waits for all batches.
+  virtual absl::StatusOr<double> GradSquaredNorm() = 0;
+
+  // Applies the head's optimizer once with the accumulated gradient, then zeroes the accumulators.
+  // Waits for all batches. A failure poisons the backend: the weight may be half updated, so this
+  // call and every later one returns the first error.
+  virtual absl::Status ApplyUpdate(const OptimizerUpdate& update) = 0;
+
+  // Zeroes the accumulators. Waits for all batches. Safe after any failed ComputeBatch().
+  virtual absl::Status DiscardGradients() = 0;
+
+  // Writes rows [row_start, row_start + rows.rows) of the weight (also the master weight) or of the
+  // bias, converting the dtype. Waits for all batches.
+  // REQUIRES: kind is kWeight or kBias; the rows and columns lie inside the tensor.
+  virtual absl::Status WriteRows(TensorKind kind, int64_t row_start, ConstMatrixView rows) = 0;
+
+  // Reads rows of a tensor into `rows`, whose dtype must be TensorDType(kind). Waits for all
+  // batches. FAILED_PRECONDITION for a tensor that this head does not have.
+  virtual absl::Status ReadRows(TensorKind kind, int64_t row_start, MatrixView rows) = 0;
+
+  // Optimizer updates applied so far.
+  virtual int64_t num_updates() const = 0;
+
+ protected:
+  ComputeBackend() = default;
+};
+
+}  // namespace lmhead
+
+#endif  // LMHEAD_SERVER_COMPUTE_BACKEND_H_

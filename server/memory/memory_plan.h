@@ -1,0 +1,88 @@
+// The one formula for how many bytes a head needs, by category.
+//
+// Four callers share it: `lmhead estimate` prints it, admission reserves it, the arena is carved
+// from it, and tests check measured peaks against it. Pure: no allocation, no CUDA.
+
+#ifndef LMHEAD_SERVER_MEMORY_MEMORY_PLAN_H_
+#define LMHEAD_SERVER_MEMORY_MEMORY_PLAN_H_
+
+#include <array>
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+#include "absl/status/statusor.h"
+#include "proto/types/head_spec.h"
+
+namespace lmhead {
+
+// Wire values (lmhead.v1.MemoryCategory) minus one.
+enum class MemoryCategory : uint8_t {
+  kWeight,
+  kMasterWeight,
+  kGradWeight,
+  kOptimizerState,
+  kLogitsScratch,
+  kDeviceStaging,
+  kCollective,
+  kLibraryWorkspace,
+};
+inline constexpr int kNumMemoryCategories = 8;
+
+// "weight", "master_weight", ...: the values of the metrics' `category` label.
+std::string_view MemoryCategoryName(MemoryCategory category);
+
+// Which formula for scratch: the layouts of the two backends differ.
+enum class BackendKind : uint8_t { kCpu, kCuda };
+
+// What the plan depends on besides the head itself.
+struct PlanOptions {
+  BackendKind backend = BackendKind::kCpu;
+  int32_t num_ranks = 1;
+  int64_t batch_tokens = 0;  // Used when the head does not say; 0 means the backend's default.
+  int64_t budget_bytes = 0;  // What kAuto must fit in; 0 means no bound.
+};
+
+// Bytes of one head on one rank (the largest: rank 0), under one schedule.
+struct MemoryPlan {
+  Schedule schedule = Schedule::kAuto;
+  int64_t batch_tokens = 0;
+  int64_t vocab_tile = 0;  // Columns of one tile of logits.
+  int64_t shard_size = 0;  // Vocabulary rows of the rank, ceil(vocab_size / num_ranks).
+  std::array<int64_t, kNumMemoryCategories> bytes{};
+
+  int64_t operator[](MemoryCategory category) const { return bytes[static_cast<size_t>(category)]; }
+  int64_t TotalBytes() const;
+
+  // One line a category and the total, in bytes and in MiB, largest first.
+  std::string Breakdown() const;
+};
+
+// The plan of `spec` under `schedule`, which must not be kAuto.
+// REQUIRES: spec is validated.
+MemoryPlan PlanForSchedule(const HeadSpec& spec, Schedule schedule, const PlanOptions& options);
+
+// The plan of `spec` as it would be created: its own schedule, or for kAuto the fastest one that
+// fits options.budget_bytes (retain before recompute; frozen for a head that is not trainable).
+// RESOURCE_EXHAUSTED with the breakdown of the smallest candidate when none fits.
+// REQUIRES: spec is validated.
+absl::StatusOr<MemoryPlan> PlanHead(const HeadSpec& spec, const PlanOptions& options);
+
+// What a trainer with dense logits would hold for num_tokens tokens: logits in the head's dtype,
+// their float32 upcast, log_softmax in float32 kept for the backward pass, and the gradient of the
+// logits in the head's dtype.
+struct DenseLogits {
+  int64_t logits_bytes = 0;
+  int64_t float32_logits_bytes = 0;
+  int64_t log_softmax_bytes = 0;
+  int64_t grad_logits_bytes = 0;
+
+  int64_t TotalBytes() const {
+    return logits_bytes + float32_logits_bytes + log_softmax_bytes + grad_logits_bytes;
+  }
+};
+DenseLogits PlanDenseLogits(int64_t num_tokens, int64_t vocab_size, DType dtype);
+
+}  // namespace lmhead
+
+#endif  // LMHEAD_SERVER_MEMORY_MEMORY_PLAN_H_
