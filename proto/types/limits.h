@@ -44,6 +44,13 @@ inline constexpr int64_t kWorkersMax = 4096;
 inline constexpr uint64_t kChunksPerWorkerMax = uint64_t{1} << 20;
 inline constexpr int32_t kStreamsPerWorkerMax = 64;
 
+// Text of an error on the wire. Three times that (percent-encoded) fits the 8 KiB of HTTP/2
+// metadata that a gRPC peer accepts.
+inline constexpr int64_t kStatusMessageBytesMax = 2 * kKiB;
+
+// Rows of a compute batch: the most a head may ask for.
+inline constexpr int64_t kBatchTokensMax = int64_t{1} << 20;
+
 // Rows of a compute batch unless the head or a flag says otherwise.
 inline constexpr int64_t kDefaultBatchTokensCpu = 1024;
 inline constexpr int64_t kDefaultBatchTokensCuda = 4096;

@@ -1,0 +1,21 @@
+// What a process that moves large messages through gRPC sets up once.
+
+#ifndef LMHEAD_PROTO_WIRE_PROCESS_H_
+#define LMHEAD_PROTO_WIRE_PROCESS_H_
+
+namespace lmhead {
+
+// Takes a reference on the gRPC library that is never given back. When the last channel goes away
+// gRPC 1.51 otherwise shuts its threads down, and may wait for ever for one of them on machines
+// with many cores. The client library and the server call this; calling it again is free.
+void KeepGrpcInitialized();
+
+// Keeps memory of received messages in the process. gRPC frees its 64 KiB read slices one by one;
+// with glibc's defaults they go back to the system, and a received GiB costs more than 100,000 page
+// faults and half the throughput. A choice of the whole process, so main() makes it, before it
+// starts threads; libraries do not. No effect where malloc is not glibc's.
+void TuneAllocator();
+
+}  // namespace lmhead
+
+#endif  // LMHEAD_PROTO_WIRE_PROCESS_H_
