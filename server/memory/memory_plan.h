@@ -8,6 +8,8 @@
 
 #include <array>
 #include <cstdint>
+#include <limits>
+#include <span>
 #include <string>
 #include <string_view>
 
@@ -35,12 +37,14 @@ std::string_view MemoryCategoryName(MemoryCategory category);
 // Which formula for scratch: the layouts of the two backends differ.
 enum class BackendKind : uint8_t { kCpu, kCuda };
 
+inline constexpr int64_t kUnboundedBytes = std::numeric_limits<int64_t>::max();
+
 // What the plan depends on besides the head itself.
 struct PlanOptions {
   BackendKind backend = BackendKind::kCpu;
   int32_t num_ranks = 1;
   int64_t batch_tokens = 0;  // Used when the head does not say; 0 means the backend's default.
-  int64_t budget_bytes = 0;  // What kAuto must fit in; 0 means no bound.
+  int64_t budget_bytes = kUnboundedBytes;  // What the plan must fit in.
 };
 
 // Bytes of one head on one rank (the largest: rank 0), under one schedule.
@@ -54,17 +58,40 @@ struct MemoryPlan {
   int64_t operator[](MemoryCategory category) const { return bytes[static_cast<size_t>(category)]; }
   int64_t TotalBytes() const;
 
-  // One line a category and the total, in bytes and in MiB, largest first.
+  // One line a category that is not empty and the total, in bytes and in MiB, largest first.
   std::string Breakdown() const;
 };
+
+// Pieces of a rank's scratch in the CPU backend, in bytes; 0 for one that the schedule does
+// without. The plan sums them and the backend carves them, each rounded up to the arena's
+// alignment.
+struct CpuScratch {
+  int64_t logits_bytes = 0;          // float32 [batch_tokens, vocab_tile or shard_size]
+  int64_t hidden_bytes = 0;          // float32 [batch_tokens, hidden_size]
+  int64_t grad_hidden_bytes = 0;     // float32 [batch_tokens, hidden_size]
+  int64_t row_statistics_bytes = 0;  // kRowStatisticsWords words of 4 bytes a row.
+  int64_t weight_tile_bytes = 0;     // bfloat16 head: float32 [vocab_tile, hidden_size]
+};
+
+// Words of 4 bytes for each row of a batch: the inputs of a row (target, weight, temperature), its
+// statistics and its outputs.
+inline constexpr int64_t kRowStatisticsWords = 16;
+
+// `plan` has its schedule, batch_tokens, vocab_tile and shard_size set.
+CpuScratch PlanCpuScratch(const HeadSpec& spec, const MemoryPlan& plan);
+
+// The schedules a head may have, fastest first: retain and recompute when it is trainable, else
+// frozen and eval.
+std::span<const Schedule> SchedulesOf(const HeadSpec& spec);
 
 // The plan of `spec` under `schedule`, which must not be kAuto.
 // REQUIRES: spec is validated.
 MemoryPlan PlanForSchedule(const HeadSpec& spec, Schedule schedule, const PlanOptions& options);
 
 // The plan of `spec` as it would be created: its own schedule, or for kAuto the fastest one that
-// fits options.budget_bytes (retain before recompute; frozen for a head that is not trainable).
-// RESOURCE_EXHAUSTED with the breakdown of the smallest candidate when none fits.
+// fits options.budget_bytes (retain before recompute; frozen for a head that is not trainable,
+// never eval, which gives no gradient). RESOURCE_EXHAUSTED with the breakdown of the smallest
+// candidate when none fits.
 // REQUIRES: spec is validated.
 absl::StatusOr<MemoryPlan> PlanHead(const HeadSpec& spec, const PlanOptions& options);
 
