@@ -1,0 +1,30 @@
+#include "proto/wire/process.h"
+
+#include <grpc/grpc.h>
+#include <malloc.h>
+
+#include "proto/types/limits.h"
+
+namespace lmhead {
+
+void KeepGrpcInitialized() {
+  [[maybe_unused]] static const bool initialized = [] {
+    grpc_init();
+    return true;
+  }();
+}
+
+void TuneAllocator() {
+#ifdef __GLIBC__
+  constexpr int kMmapThreshold = static_cast<int>(1024 * kMiB);
+  constexpr int kTrimThreshold = static_cast<int>(2048 * kMiB - 1);
+  constexpr int kTopPad = static_cast<int>(64 * kMiB);
+  constexpr int kArenas = 4;
+  mallopt(M_MMAP_THRESHOLD, kMmapThreshold);
+  mallopt(M_TRIM_THRESHOLD, kTrimThreshold);
+  mallopt(M_TOP_PAD, kTopPad);
+  mallopt(M_ARENA_MAX, kArenas);
+#endif
+}
+
+}  // namespace lmhead
