@@ -1,0 +1,172 @@
+// A head: its backend, its steps, and which rows of its weight are there.
+//
+// Control calls block (they wait for the executor) and belong on threads that may; HeadStream is
+// the part that may not block. Control calls of one head run one at a time, except that PrepareStep
+// waits for the workers without holding up anyone.
+//
+// The backend lives on the executor: it is made, used and destroyed there. After Close() the head
+// is an empty shell that answers NOT_FOUND, so that streams which still hold it are safe.
+
+#ifndef LMHEAD_SERVER_HEAD_HEAD_H_
+#define LMHEAD_SERVER_HEAD_HEAD_H_
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/functional/function_ref.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+#include "proto/types/head_spec.h"
+#include "proto/types/tensor_view.h"
+#include "server/compute/backend.h"
+#include "server/compute/executor.h"
+#include "server/head/head_stream.h"
+#include "server/head/row_set.h"
+#include "server/head/step.h"
+#include "server/memory/arena.h"
+#include "server/memory/memory_plan.h"
+#include "server/metrics/metrics.h"
+
+namespace lmhead {
+
+// Makes the backend of a head. Runs on the executor's thread.
+using BackendFactory = std::function<absl::StatusOr<std::unique_ptr<ComputeBackend>>(
+    const HeadSpec& spec, const MemoryPlan& plan)>;
+
+// What all heads of a server share. Everything outlives them.
+struct HeadEnvironment {
+  Executor* executor = nullptr;
+  MemoryAccount* account = nullptr;
+  Metrics* metrics = nullptr;
+  uint64_t incarnation = 0;     // Random id of this server process, not 0.
+  int64_t chunk_bytes_max = 0;  // Largest hidden_states of a chunk.
+};
+
+// What a head is at this moment.
+struct HeadStatus {
+  HeadSpec spec;
+  MemoryPlan plan;
+  uint64_t last_committed_step = 0;
+  uint64_t open_step = 0;
+  bool weights_loaded = false;
+  std::string poisoned_by;
+};
+
+// Shape of a tensor of a head.
+struct TensorShape {
+  int64_t rows = 0;
+  int64_t cols = 0;
+  DType dtype = DType::kFloat32;
+};
+
+// Thread-safe.
+class Head : public std::enable_shared_from_this<Head> {
+ public:
+  // Makes the backend on the executor's thread and waits for it.
+  // REQUIRES: spec is validated; plan is reserved.
+  static absl::StatusOr<std::shared_ptr<Head>> Create(HeadSpec spec, const MemoryPlan& plan,
+                                                      const BackendFactory& make_backend,
+                                                      const HeadEnvironment& environment);
+  ~Head();
+  Head(const Head&) = delete;
+  Head& operator=(const Head&) = delete;
+
+  const HeadSpec& spec() const { return spec_; }
+  const MemoryPlan& plan() const { return plan_; }
+  HeadStatus Status() const;
+
+  // --- Steps; the comments of lmhead.v1 are the reference ---
+
+  struct BegunStep {
+    uint64_t incarnation = 0;
+    bool already_open = false;
+  };
+  // `incarnation` 0 means that the trainer does not know it yet.
+  absl::StatusOr<BegunStep> BeginStep(uint64_t step, std::vector<std::string> workers,
+                                      uint64_t incarnation);
+
+  // Waits until `deadline` for the workers; `cancelled` is asked several times a second.
+  absl::StatusOr<PreparedStep> PrepareStep(uint64_t step, uint64_t incarnation, absl::Time deadline,
+                                           absl::FunctionRef<bool()> cancelled);
+
+  absl::StatusOr<CommittedStep> CommitStep(uint64_t step, uint64_t incarnation,
+                                           const CommitParameters& parameters);
+
+  // False when the step had been aborted already.
+  absl::StatusOr<bool> AbortStep(uint64_t step, uint64_t incarnation, std::string_view reason);
+
+  // --- Weights ---
+
+  // Shape of a tensor. INVALID_ARGUMENT when this head has no such tensor.
+  absl::StatusOr<TensorShape> ShapeOf(TensorKind kind) const;
+
+  // Writes rows of the weight or the bias. `data` holds num_rows rows in `dtype`; its size and the
+  // range are checked. FAILED_PRECONDITION while a step is open.
+  absl::Status WriteRows(TensorKind kind, int64_t row_start, int64_t num_rows, DType dtype,
+                         std::string_view data);
+
+  // Reads rows into `rows`. FAILED_PRECONDITION for gradients while no step is open.
+  absl::Status ReadRows(TensorKind kind, int64_t row_start, MatrixView rows);
+
+  // --- Streams ---
+
+  // Admits a stream. `on_abort` is called at most once, when the stream's step is aborted.
+  // FAILED_PRECONDITION: another step or incarnation, or rows of the weight have not been loaded
+  // (the first one is named). INVALID_ARGUMENT, ALREADY_EXISTS: see Step::AttachStream.
+  absl::StatusOr<std::unique_ptr<HeadStream>> OpenStream(StreamSpec spec,
+                                                         Step::AbortListener on_abort);
+
+  // Ends the head: aborts an open step, waits for queued chunks, destroys the backend. Every later
+  // call is NOT_FOUND. May be called again.
+  void Close();
+
+ private:
+  friend class HeadStream;
+  Head(HeadSpec spec, const MemoryPlan& plan, const HeadEnvironment& environment);
+
+  // OK while the head can be used: not closed, not poisoned.
+  absl::Status CheckUsable() const ABSL_LOCKS_EXCLUDED(mu_);
+  absl::Status CheckUsableLocked() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  absl::Status CheckIncarnation(uint64_t incarnation) const;
+  absl::Status CheckLoaded() const ABSL_LOCKS_EXCLUDED(mu_);
+  absl::Status CheckTensorRange(TensorKind kind, int64_t row_start, int64_t num_rows) const;
+
+  // Keeps the first fatal error and returns it as every later call will.
+  absl::Status Poison(const absl::Status& error) ABSL_LOCKS_EXCLUDED(mu_);
+
+  // Queues a chunk unless the head is closed meanwhile. Never blocks for long.
+  absl::Status SubmitTask(ChunkTask task) ABSL_LOCKS_EXCLUDED(mu_);
+
+  // Runs work with the backend on the executor's thread and waits for it.
+  absl::Status RunOnBackend(absl::FunctionRef<absl::Status(ComputeBackend&)> work);
+
+  // Throws a step's gradient away and puts the step away. Returns false when it was aborted
+  // already.
+  absl::StatusOr<bool> AbortAndDiscard(Step& step, std::string_view reason)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(control_mu_);
+  absl::StatusOr<CommittedStep> ApplyCommit(Step& step, const CommitParameters& parameters)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(control_mu_);
+
+  const HeadSpec spec_;
+  const MemoryPlan plan_;
+  const HeadEnvironment environment_;
+  StepSequence steps_;
+
+  absl::Mutex control_mu_ ABSL_ACQUIRED_BEFORE(mu_);  // Held over whole control calls.
+  mutable absl::Mutex mu_;                            // Never held while waiting.
+  std::unique_ptr<ComputeBackend> backend_;  // Touched on the executor's thread; pointer under mu_.
+  bool closed_ ABSL_GUARDED_BY(mu_) = false;
+  absl::Status poisoned_ ABSL_GUARDED_BY(mu_);
+  RowSet loaded_rows_ ABSL_GUARDED_BY(mu_);
+};
+
+}  // namespace lmhead
+
+#endif  // LMHEAD_SERVER_HEAD_HEAD_H_

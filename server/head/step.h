@@ -1,0 +1,238 @@
+// One step of one head: the transaction that several workers feed, and its ledger of chunks.
+//
+//   open --(all workers ended, all chunks counted)--> prepared --> committed
+//     |                                                   |
+//     +-------------------------> aborted <---------------+
+//
+// States only move forward. The ledger knows every chunk by (worker, chunk index) with its
+// checksum, so that a chunk sent again is recognised: nothing is lost, nothing is counted twice. A
+// failed batch poisons the step: its gradient is incomplete for good, so only abort remains.
+//
+// Pure bookkeeping: no compute, no gRPC, no thread of its own. Thread-safe.
+
+#ifndef LMHEAD_SERVER_HEAD_STEP_H_
+#define LMHEAD_SERVER_HEAD_STEP_H_
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/container/flat_hash_map.h"
+#include "absl/functional/function_ref.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+#include "proto/types/loss_recipe.h"
+
+namespace lmhead {
+
+enum class StepState : uint8_t { kOpen, kPrepared, kCommitted, kAborted };
+
+// What the ledger says of a chunk that arrived.
+enum class ChunkVerdict : uint8_t {
+  kNew,        // Accumulate it, then call ChunkAccumulated or ChunkFailed.
+  kDuplicate,  // Counted, or being counted: compute the answer again, accumulate nothing.
+};
+
+// What PrepareStep answers, to every caller alike.
+struct PreparedStep {
+  LossSums sums;
+  double grad_squared_norm = 0.0;
+  uint64_t num_chunks = 0;
+};
+
+// What a commit is told. Two commits are the same exactly when these are equal.
+struct CommitParameters {
+  double learning_rate = 0.0;
+  double grad_multiplier = 1.0;
+  bool allow_nonfinite_rows = false;
+
+  friend bool operator==(const CommitParameters&, const CommitParameters&) = default;
+};
+
+// What CommitStep answers.
+struct CommittedStep {
+  uint64_t step = 0;
+  uint64_t num_updates = 0;
+  double grad_norm = 0.0;
+  bool repeated = false;
+};
+
+class Step {
+ public:
+  // Tells a stream that its step has ended early, and why. Called without locks held, on the thread
+  // that aborts; must not block.
+  using AbortListener = std::function<void(const absl::Status&)>;
+
+  // REQUIRES: workers are valid names, sorted, distinct, at least one.
+  Step(std::string head, uint64_t number, std::vector<std::string> workers);
+  Step(const Step&) = delete;
+  Step& operator=(const Step&) = delete;
+
+  uint64_t number() const { return number_; }
+  const std::vector<std::string>& workers() const { return workers_; }
+  absl::Time begun_at() const { return begun_at_; }
+  StepState state() const;
+
+  // --- Streams ---
+
+  // Registers a stream of `worker`. NOT_FOUND... see below:
+  // INVALID_ARGUMENT for a worker the step was not begun with; ALREADY_EXISTS while another stream
+  // has this index; FAILED_PRECONDITION or ABORTED once the step takes no streams.
+  // A prepared step still takes one: a worker whose connection broke may have to repeat its end.
+  absl::Status AttachStream(std::string_view worker, uint32_t stream_index, AbortListener on_abort);
+
+  // The stream is gone. Its listener is not called after this, unless a call is under way.
+  void DetachStream(std::string_view worker, uint32_t stream_index);
+
+  // --- The ledger ---
+
+  // Asks what to do with a chunk. INVALID_ARGUMENT: same index with another checksum, an index
+  // above kChunksPerWorkerMax or beyond the worker's stated count. FAILED_PRECONDITION: the step is
+  // prepared or over. ABORTED: the step is aborted or poisoned.
+  absl::StatusOr<ChunkVerdict> AcceptChunk(std::string_view worker, uint64_t chunk_index,
+                                           uint64_t checksum);
+
+  // A new chunk's gradient is in the accumulators. REQUIRES: AcceptChunk said kNew.
+  void ChunkAccumulated(std::string_view worker, uint64_t chunk_index, const LossSums& sums);
+
+  // A new chunk could not be computed: poisons the step with `error`. REQUIRES: as above.
+  void ChunkFailed(std::string_view worker, uint64_t chunk_index, const absl::Status& error);
+
+  // The worker says that its step has `num_chunks` chunks, over all its streams. Returns how many
+  // are counted so far. INVALID_ARGUMENT: another count than stated before, or lower than a chunk
+  // index seen. May be repeated, also once prepared.
+  absl::StatusOr<uint64_t> EndWorker(std::string_view worker, uint64_t num_chunks);
+
+  // Distinct chunks of the worker counted so far.
+  uint64_t NumChunksCounted(std::string_view worker) const;
+
+  // --- Prepare, commit, abort ---
+
+  // OK when every worker has ended and every chunk is counted; else FAILED_PRECONDITION naming the
+  // workers that have not ended and the chunks that are missing.
+  absl::Status CheckComplete() const;
+
+  // Waits until the step is complete or can no longer become so. OK: complete (or already prepared
+  // or committed). At `deadline`, CheckComplete()'s error. CANCELLED once `cancelled` says so; it
+  // is asked several times a second.
+  absl::Status AwaitComplete(absl::Time deadline, absl::FunctionRef<bool()> cancelled) const;
+
+  // Sums over all chunks counted.
+  LossSums sums() const;
+
+  // open -> prepared. REQUIRES: complete, state open.
+  PreparedStep Prepare(double grad_squared_norm);
+
+  // The stored result; nothing before Prepare.
+  std::optional<PreparedStep> prepared() const;
+
+  // Whether a commit with these parameters may be applied now (nullopt), or what it already came
+  // to, marked as repeated. INVALID_ARGUMENT: committed with other parameters. FAILED_PRECONDITION:
+  // not prepared, or rows with NaN or infinity were left out and the commit does not allow it.
+  absl::StatusOr<std::optional<CommittedStep>> CheckCommit(
+      const CommitParameters& parameters) const;
+
+  // prepared -> committed. REQUIRES: state prepared.
+  void Commit(const CommitParameters& parameters, const CommittedStep& result);
+
+  // open or prepared -> aborted, and tells streams and waiting AwaitComplete calls. False when the
+  // step was aborted already. FAILED_PRECONDITION when it is committed.
+  absl::StatusOr<bool> Abort(std::string_view reason);
+
+  // Waits until no new chunk is between AcceptChunk and ChunkAccumulated or ChunkFailed: after
+  // that, nothing of an aborted step reaches the accumulators any more.
+  void AwaitNoneInFlight() const;
+
+  // OK, or the ABORTED error that a failed batch left.
+  absl::Status failure() const;
+
+ private:
+  struct LedgerEntry {
+    uint64_t checksum = 0;
+    bool accumulated = false;
+  };
+  struct Worker {
+    absl::flat_hash_map<uint64_t, LedgerEntry> chunks;
+    uint64_t num_accumulated = 0;
+    uint64_t chunk_index_end = 0;        // Highest index seen, plus one.
+    std::optional<uint64_t> num_chunks;  // As stated by EndWorker.
+  };
+
+  absl::Status CheckTakesChunks() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  absl::Status CheckCompleteLocked() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  bool IsCompleteLocked() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  absl::StatusOr<Worker*> FindWorker(std::string_view name) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  LedgerEntry& EntryInFlight(std::string_view worker, uint64_t chunk_index)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  std::string Name() const;  // "step 7 of head lm".
+
+  const std::string head_;
+  const uint64_t number_;
+  const std::vector<std::string> workers_;
+  const absl::Time begun_at_;
+
+  mutable absl::Mutex mu_;
+  StepState state_ ABSL_GUARDED_BY(mu_) = StepState::kOpen;
+  absl::Status failure_ ABSL_GUARDED_BY(mu_);       // Of a batch: poisons the step.
+  absl::Status abort_status_ ABSL_GUARDED_BY(mu_);  // What callers of an aborted step are told.
+  std::map<std::string, Worker, std::less<>> ledger_ ABSL_GUARDED_BY(mu_);
+  int64_t num_in_flight_ ABSL_GUARDED_BY(mu_) = 0;
+  LossSums sums_ ABSL_GUARDED_BY(mu_);
+  std::optional<PreparedStep> prepared_ ABSL_GUARDED_BY(mu_);
+  std::optional<std::pair<CommitParameters, CommittedStep>> committed_ ABSL_GUARDED_BY(mu_);
+  std::map<std::pair<std::string, uint32_t>, AbortListener> streams_ ABSL_GUARDED_BY(mu_);
+};
+
+// The steps of one head, in order: at most one is open. Remembers the last one committed and the
+// last one aborted, so that a repeated call finds its answer. Thread-safe.
+class StepSequence {
+ public:
+  struct Begun {
+    std::shared_ptr<Step> step;
+    bool already_open = false;
+  };
+
+  explicit StepSequence(std::string head) : head_(std::move(head)) {}
+
+  // Opens step `number`, or finds it open with the same workers. INVALID_ARGUMENT: number 0, no
+  // workers, a bad or doubled name. FAILED_PRECONDITION: another step is open (it is named), other
+  // workers, or not greater than the last committed step.
+  absl::StatusOr<Begun> Begin(uint64_t number, std::vector<std::string> workers);
+
+  // The open step when it is `number`. FAILED_PRECONDITION naming the one that is open.
+  absl::StatusOr<std::shared_ptr<Step>> FindOpen(uint64_t number) const;
+
+  // As above, but also the last committed step, for repeated prepares and commits.
+  absl::StatusOr<std::shared_ptr<Step>> FindOpenOrCommitted(uint64_t number) const;
+
+  // As above, but also the last aborted and the last committed step, for repeated aborts.
+  absl::StatusOr<std::shared_ptr<Step>> FindEver(uint64_t number) const;
+
+  // Puts the open step away. REQUIRES: it is committed or aborted.
+  void Close();
+
+  std::shared_ptr<Step> open() const;  // Null when none is.
+  uint64_t last_committed_step() const;
+
+ private:
+  absl::Status NotOpen(uint64_t number) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+
+  const std::string head_;
+  mutable absl::Mutex mu_;
+  std::shared_ptr<Step> open_ ABSL_GUARDED_BY(mu_);
+  std::shared_ptr<Step> last_committed_ ABSL_GUARDED_BY(mu_);
+  std::shared_ptr<Step> last_aborted_ ABSL_GUARDED_BY(mu_);
+};
+
+}  // namespace lmhead
+
+#endif  // LMHEAD_SERVER_HEAD_STEP_H_
