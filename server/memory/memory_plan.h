@@ -71,11 +71,21 @@ struct CpuScratch {
   int64_t grad_hidden_bytes = 0;     // float32 [batch_tokens, hidden_size]
   int64_t row_statistics_bytes = 0;  // kRowStatisticsWords words of 4 bytes a row.
   int64_t weight_tile_bytes = 0;     // bfloat16 head: float32 [vocab_tile, hidden_size]
+  int64_t gemm_scratch_bytes = 0;    // Scratch of one oneDNN product; see below.
 };
+
+// gemm_scratch_bytes is an eighth of the shard's weight in float32, held within these bounds. What
+// oneDNN wants grows with its threads (at most about 1 MiB each in practice), so the backend gives
+// a product no more threads than this scratch serves.
+inline constexpr int64_t kCpuGemmScratchBytesMin = int64_t{4} << 20;
+inline constexpr int64_t kCpuGemmScratchBytesMax = int64_t{64} << 20;
+
+// The CPU backend's tile: its logits stay in the cache between the product and the row passes.
+inline constexpr int64_t kCpuVocabTile = 1024;
 
 // Words of 4 bytes for each row of a batch: the inputs of a row (target, weight, temperature), its
 // statistics and its outputs.
-inline constexpr int64_t kRowStatisticsWords = 16;
+inline constexpr int64_t kRowStatisticsWords = 24;
 
 // `plan` has its schedule, batch_tokens, vocab_tile and shard_size set.
 CpuScratch PlanCpuScratch(const HeadSpec& spec, const MemoryPlan& plan);
@@ -96,8 +106,8 @@ MemoryPlan PlanForSchedule(const HeadSpec& spec, Schedule schedule, const PlanOp
 absl::StatusOr<MemoryPlan> PlanHead(const HeadSpec& spec, const PlanOptions& options);
 
 // What a trainer with dense logits would hold for num_tokens tokens: logits in the head's dtype,
-// their float32 upcast, log_softmax in float32 kept for the backward pass, and the gradient of the
-// logits in the head's dtype.
+// their float32 upcast (0 for a float32 head), log_softmax in float32 kept for the backward pass,
+// and the gradient of the logits in the head's dtype.
 struct DenseLogits {
   int64_t logits_bytes = 0;
   int64_t float32_logits_bytes = 0;

@@ -1,0 +1,215 @@
+#include "server/memory/memory_plan.h"
+
+#include <algorithm>
+#include <numeric>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "proto/types/check.h"
+#include "proto/types/limits.h"
+#include "server/memory/arena.h"
+
+namespace lmhead {
+namespace {
+
+constexpr int64_t kFloatBytes = BytesPerElement(DType::kFloat32);
+
+// A tile of float32 logits of a default batch is 16 MiB, and a matrix product over it still wide
+// enough to be limited by arithmetic.
+constexpr int64_t kCpuVocabTile = 4096;
+
+// Bound of one tile's scratch on a GPU: large enough for full-speed matrix products.
+constexpr int64_t kCudaTileBytesMax = 256 * kMiB;
+constexpr int64_t kCudaVocabTileMultiple = 128;
+constexpr int64_t kCudaWorkspaceBytes = 32 * kMiB;
+
+// Uploading, computing, downloading.
+constexpr int64_t kCudaBatchesInFlight = 3;
+
+// logits_max, sum_exp, target_logit and the sum of logits, packed for one all-gather.
+constexpr int64_t kPackedStatistics = 4;
+
+int64_t RoundUp(int64_t value, int64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
+
+// What the arena takes for a piece of that many bytes.
+int64_t Piece(int64_t bytes) { return RoundUp(bytes, HostArena::kAlignment); }
+
+bool KeepsWholeShard(Schedule schedule) {
+  return schedule == Schedule::kRetain || schedule == Schedule::kFrozen;
+}
+
+// Float32 copies of weight and bias that the optimizer keeps.
+int64_t OptimizerCopies(const OptimizerSpec& optimizer) {
+  switch (optimizer.kind) {
+    case OptimizerKind::kNone:
+      return 0;
+    case OptimizerKind::kAdamW:
+      return 2;
+    case OptimizerKind::kSgd:
+      return optimizer.momentum > 0.0 ? 1 : 0;
+  }
+  return 0;
+}
+
+int64_t& BytesOf(MemoryPlan& plan, MemoryCategory category) {
+  return plan.bytes[static_cast<size_t>(category)];
+}
+
+// Weight, master weight, gradient and optimizer state: the same for every schedule and backend.
+void PlanState(const HeadSpec& spec, MemoryPlan* plan) {
+  const int64_t elements = plan->shard_size * spec.hidden_size;
+  const int64_t bias_bytes = spec.has_bias ? Piece(plan->shard_size * kFloatBytes) : 0;
+  const int64_t float32_bytes = Piece(elements * kFloatBytes) + bias_bytes;
+  BytesOf(*plan, MemoryCategory::kWeight) =
+      Piece(elements * BytesPerElement(spec.weight_dtype)) + bias_bytes;
+  if (!spec.trainable) return;
+  if (spec.weight_dtype != DType::kFloat32) {
+    BytesOf(*plan, MemoryCategory::kMasterWeight) = Piece(elements * kFloatBytes);
+  }
+  BytesOf(*plan, MemoryCategory::kGradWeight) = float32_bytes;
+  BytesOf(*plan, MemoryCategory::kOptimizerState) = OptimizerCopies(spec.optimizer) * float32_bytes;
+}
+
+void PlanCpu(const HeadSpec& spec, MemoryPlan* plan) {
+  plan->vocab_tile = std::min(plan->shard_size, kCpuVocabTile);
+  const CpuScratch scratch = PlanCpuScratch(spec, *plan);
+  BytesOf(*plan, MemoryCategory::kLogitsScratch) = Piece(scratch.logits_bytes);
+  BytesOf(*plan, MemoryCategory::kDeviceStaging) = Piece(scratch.hidden_bytes) +
+                                                   Piece(scratch.grad_hidden_bytes) +
+                                                   Piece(scratch.row_statistics_bytes);
+  BytesOf(*plan, MemoryCategory::kLibraryWorkspace) = Piece(scratch.weight_tile_bytes);
+}
+
+void PlanCuda(const HeadSpec& spec, MemoryPlan* plan) {
+  const int64_t logit_bytes = BytesPerElement(spec.weight_dtype);
+  const int64_t widest = kCudaTileBytesMax / (plan->batch_tokens * logit_bytes) /
+                         kCudaVocabTileMultiple * kCudaVocabTileMultiple;
+  plan->vocab_tile = std::min(plan->shard_size, std::max(widest, kCudaVocabTileMultiple));
+  const int64_t logits_columns =
+      KeepsWholeShard(plan->schedule) ? plan->shard_size : plan->vocab_tile;
+  BytesOf(*plan, MemoryCategory::kLogitsScratch) =
+      Piece(plan->batch_tokens * logits_columns * logit_bytes);
+  // Rows may arrive in float32 whatever the head's dtype. grad_hidden_states of a batch overwrites
+  // its hidden states on the way back; its float32 sum over tiles is one more matrix.
+  const int64_t rows_bytes = Piece(plan->batch_tokens * spec.hidden_size * kFloatBytes);
+  const int64_t statistics_bytes = Piece(plan->batch_tokens * kRowStatisticsWords * kFloatBytes);
+  BytesOf(*plan, MemoryCategory::kDeviceStaging) =
+      kCudaBatchesInFlight * (rows_bytes + statistics_bytes) +
+      (plan->schedule == Schedule::kEval ? 0 : rows_bytes);
+  BytesOf(*plan, MemoryCategory::kLibraryWorkspace) = kCudaWorkspaceBytes;
+}
+
+int64_t BatchTokens(const HeadSpec& spec, const PlanOptions& options) {
+  if (spec.batch_tokens > 0) return spec.batch_tokens;
+  if (options.batch_tokens > 0) return options.batch_tokens;
+  return options.backend == BackendKind::kCpu ? kDefaultBatchTokensCpu : kDefaultBatchTokensCuda;
+}
+
+// The schedules PlanHead may choose from.
+std::span<const Schedule> Candidates(const HeadSpec& spec) {
+  if (spec.schedule != Schedule::kAuto) return {&spec.schedule, 1};
+  return spec.trainable ? SchedulesOf(spec) : SchedulesOf(spec).first(1);
+}
+
+}  // namespace
+
+std::string_view MemoryCategoryName(MemoryCategory category) {
+  constexpr std::array<std::string_view, kNumMemoryCategories> kNames = {
+      "weight",         "master_weight",  "grad_weight", "optimizer_state",
+      "logits_scratch", "device_staging", "collective",  "library_workspace"};
+  return kNames[static_cast<size_t>(category)];
+}
+
+int64_t MemoryPlan::TotalBytes() const {
+  return std::accumulate(bytes.begin(), bytes.end(), int64_t{0});
+}
+
+std::string MemoryPlan::Breakdown() const {
+  std::vector<int> order(kNumMemoryCategories);
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(),
+                   [this](int a, int b) { return bytes[a] > bytes[b]; });
+  const auto line = [](std::string_view name, int64_t size) {
+    return absl::StrFormat("  %-17s %15d bytes %12.1f MiB", std::string(name), size,
+                           static_cast<double>(size) / kMiB);
+  };
+  std::string text;
+  for (const int i : order) {
+    if (bytes[i] == 0) continue;
+    absl::StrAppend(&text, line(MemoryCategoryName(static_cast<MemoryCategory>(i)), bytes[i]),
+                    "\n");
+  }
+  absl::StrAppend(&text, line("total", TotalBytes()));
+  return text;
+}
+
+CpuScratch PlanCpuScratch(const HeadSpec& spec, const MemoryPlan& plan) {
+  const int64_t rows = plan.batch_tokens;
+  const int64_t logits_columns = KeepsWholeShard(plan.schedule) ? plan.shard_size : plan.vocab_tile;
+  CpuScratch scratch;
+  scratch.logits_bytes = rows * logits_columns * kFloatBytes;
+  scratch.hidden_bytes = rows * spec.hidden_size * kFloatBytes;
+  if (plan.schedule != Schedule::kEval) {
+    scratch.grad_hidden_bytes = rows * spec.hidden_size * kFloatBytes;
+  }
+  scratch.row_statistics_bytes = rows * kRowStatisticsWords * kFloatBytes;
+  if (spec.weight_dtype != DType::kFloat32) {
+    scratch.weight_tile_bytes = plan.vocab_tile * spec.hidden_size * kFloatBytes;
+  }
+  return scratch;
+}
+
+std::span<const Schedule> SchedulesOf(const HeadSpec& spec) {
+  static constexpr Schedule kTrainable[] = {Schedule::kRetain, Schedule::kRecompute};
+  static constexpr Schedule kNotTrainable[] = {Schedule::kFrozen, Schedule::kEval};
+  return spec.trainable ? std::span<const Schedule>(kTrainable)
+                        : std::span<const Schedule>(kNotTrainable);
+}
+
+MemoryPlan PlanForSchedule(const HeadSpec& spec, Schedule schedule, const PlanOptions& options) {
+  LMHEAD_CHECK(schedule != Schedule::kAuto, spec.name);
+  LMHEAD_CHECK(spec.vocab_size > 0 && spec.hidden_size > 0 && options.num_ranks > 0, spec.name);
+  MemoryPlan plan;
+  plan.schedule = schedule;
+  plan.batch_tokens = BatchTokens(spec, options);
+  plan.shard_size = (spec.vocab_size + options.num_ranks - 1) / options.num_ranks;
+  PlanState(spec, &plan);
+  if (options.backend == BackendKind::kCpu) {
+    PlanCpu(spec, &plan);
+  } else {
+    PlanCuda(spec, &plan);
+  }
+  if (options.num_ranks > 1) {
+    BytesOf(plan, MemoryCategory::kCollective) =
+        Piece(options.num_ranks * plan.batch_tokens * kPackedStatistics * kFloatBytes);
+  }
+  return plan;
+}
+
+absl::StatusOr<MemoryPlan> PlanHead(const HeadSpec& spec, const PlanOptions& options) {
+  MemoryPlan smallest;
+  for (const Schedule schedule : Candidates(spec)) {
+    const MemoryPlan plan = PlanForSchedule(spec, schedule, options);
+    if (plan.TotalBytes() <= options.budget_bytes) return plan;
+    if (smallest.schedule == Schedule::kAuto || plan.TotalBytes() < smallest.TotalBytes()) {
+      smallest = plan;
+    }
+  }
+  return absl::ResourceExhaustedError(absl::StrFormat(
+      "head %s needs %d bytes under schedule %s with batch_tokens %d, %d are free:\n%s", spec.name,
+      smallest.TotalBytes(), std::string(ScheduleName(smallest.schedule)), smallest.batch_tokens,
+      options.budget_bytes, smallest.Breakdown()));
+}
+
+DenseLogits PlanDenseLogits(int64_t num_tokens, int64_t vocab_size, DType dtype) {
+  const int64_t elements = num_tokens * vocab_size;
+  return {.logits_bytes = elements * BytesPerElement(dtype),
+          .float32_logits_bytes = dtype == DType::kFloat32 ? 0 : elements * kFloatBytes,
+          .log_softmax_bytes = elements * kFloatBytes,
+          .grad_logits_bytes = elements * BytesPerElement(dtype)};
+}
+
+}  // namespace lmhead
