@@ -15,10 +15,6 @@ namespace {
 
 constexpr int64_t kFloatBytes = BytesPerElement(DType::kFloat32);
 
-// A tile of float32 logits of a default batch is 16 MiB, and a matrix product over it still wide
-// enough to be limited by arithmetic.
-constexpr int64_t kCpuVocabTile = 4096;
-
 // Bound of one tile's scratch on a GPU: large enough for full-speed matrix products.
 constexpr int64_t kCudaTileBytesMax = 256 * kMiB;
 constexpr int64_t kCudaVocabTileMultiple = 128;
@@ -80,7 +76,8 @@ void PlanCpu(const HeadSpec& spec, MemoryPlan* plan) {
   BytesOf(*plan, MemoryCategory::kDeviceStaging) = Piece(scratch.hidden_bytes) +
                                                    Piece(scratch.grad_hidden_bytes) +
                                                    Piece(scratch.row_statistics_bytes);
-  BytesOf(*plan, MemoryCategory::kLibraryWorkspace) = Piece(scratch.weight_tile_bytes);
+  BytesOf(*plan, MemoryCategory::kLibraryWorkspace) =
+      Piece(scratch.weight_tile_bytes) + Piece(scratch.gemm_scratch_bytes);
 }
 
 void PlanCuda(const HeadSpec& spec, MemoryPlan* plan) {
@@ -159,6 +156,8 @@ CpuScratch PlanCpuScratch(const HeadSpec& spec, const MemoryPlan& plan) {
   if (spec.weight_dtype != DType::kFloat32) {
     scratch.weight_tile_bytes = plan.vocab_tile * spec.hidden_size * kFloatBytes;
   }
+  scratch.gemm_scratch_bytes = std::clamp(plan.shard_size * spec.hidden_size * kFloatBytes / 8,
+                                          kCpuGemmScratchBytesMin, kCpuGemmScratchBytesMax);
   return scratch;
 }
 
