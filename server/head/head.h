@@ -10,6 +10,7 @@
 #ifndef LMHEAD_SERVER_HEAD_HEAD_H_
 #define LMHEAD_SERVER_HEAD_HEAD_H_
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -100,7 +101,7 @@ class Head : public std::enable_shared_from_this<Head> {
                                            const CommitParameters& parameters);
 
   // False when the step had been aborted already.
-  absl::StatusOr<bool> AbortStep(uint64_t step, uint64_t incarnation, std::string_view reason);
+  absl::StatusOr<bool> AbortStep(uint64_t step, uint64_t incarnation, const std::string& reason);
 
   // --- Weights ---
 
@@ -144,13 +145,22 @@ class Head : public std::enable_shared_from_this<Head> {
   // Queues a chunk unless the head is closed meanwhile. Never blocks for long.
   absl::Status SubmitTask(ChunkTask task) ABSL_LOCKS_EXCLUDED(mu_);
 
+  // Books a computed chunk: in the ledger when it was new to `step`, in the metrics always.
+  void BookResult(Step* step, const std::string& worker, const ComputedChunk& chunk);
+
+  // Books a failed batch: it poisons the chunk's step, or the open step it was computed beside,
+  // since the accumulators may hold part of it.
+  void BookFailure(Step* step, const std::string& worker, const ComputedChunk& chunk,
+                   const absl::Status& error);
+
   // Runs work with the backend on the executor's thread and waits for it.
   absl::Status RunOnBackend(absl::FunctionRef<absl::Status(ComputeBackend&)> work);
 
   // Throws a step's gradient away and puts the step away. Returns false when it was aborted
   // already.
-  absl::StatusOr<bool> AbortAndDiscard(Step& step, std::string_view reason)
+  absl::StatusOr<bool> AbortAndDiscard(Step& step, const std::string& reason)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(control_mu_);
+  absl::Status DiscardGradients() ABSL_EXCLUSIVE_LOCKS_REQUIRED(control_mu_);
   absl::StatusOr<CommittedStep> ApplyCommit(Step& step, const CommitParameters& parameters)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(control_mu_);
 
@@ -159,6 +169,7 @@ class Head : public std::enable_shared_from_this<Head> {
   const HeadEnvironment environment_;
   StepSequence steps_;
 
+  std::atomic<bool> discard_needed_{false};           // A batch has failed since the last discard.
   absl::Mutex control_mu_ ABSL_ACQUIRED_BEFORE(mu_);  // Held over whole control calls.
   mutable absl::Mutex mu_;                            // Never held while waiting.
   std::unique_ptr<ComputeBackend> backend_;  // Touched on the executor's thread; pointer under mu_.

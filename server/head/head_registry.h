@@ -40,13 +40,13 @@ class HeadRegistry {
   absl::StatusOr<std::shared_ptr<Head>> Create(const HeadSpec& spec);
 
   // NOT_FOUND naming the heads there are.
-  absl::StatusOr<std::shared_ptr<Head>> Find(std::string_view name) const;
+  absl::StatusOr<std::shared_ptr<Head>> Find(const std::string& name) const;
 
   std::vector<std::shared_ptr<Head>> List() const;  // By name.
 
   // Takes the head out, waits for its queued work, frees its memory. FAILED_PRECONDITION while a
   // step is open, unless forced: then the step is aborted. A poisoned head needs no force.
-  absl::Status Delete(std::string_view name, bool force);
+  absl::Status Delete(const std::string& name, bool force);
 
   // Free bytes of the budget, and what plans are made with.
   int64_t available_bytes() const { return budget_->available_bytes(); }

@@ -18,6 +18,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "proto/types/dtype.h"
+#include "proto/types/head_spec.h"
 #include "proto/types/loss_recipe.h"
 #include "server/compute/executor.h"
 #include "server/head/step.h"
@@ -103,8 +104,8 @@ class HeadStream {
 
   absl::Status Validate(const ArrivedChunk& chunk) const;
   absl::Status ValidateTargets(const ArrivedChunk& chunk) const;
-  std::string Where(
-      const ArrivedChunk& chunk) const;  // "chunk 7 of worker w0 in step 12 of head lm"
+  // "chunk 7 of worker w0 in step 12 of head lm".
+  std::string Where(uint64_t chunk_index) const;
   ChunkTask MakeTask(const ArrivedChunk& chunk, ChunkVerdict verdict, ComputedChunk* answer) const;
 
   const std::shared_ptr<Head> head_;

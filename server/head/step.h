@@ -84,36 +84,37 @@ class Step {
 
   // --- Streams ---
 
-  // Registers a stream of `worker`. NOT_FOUND... see below:
-  // INVALID_ARGUMENT for a worker the step was not begun with; ALREADY_EXISTS while another stream
-  // has this index; FAILED_PRECONDITION or ABORTED once the step takes no streams.
-  // A prepared step still takes one: a worker whose connection broke may have to repeat its end.
-  absl::Status AttachStream(std::string_view worker, uint32_t stream_index, AbortListener on_abort);
+  // Registers a stream of `worker`. INVALID_ARGUMENT for a worker the step was not begun with;
+  // ALREADY_EXISTS while another stream has this index; FAILED_PRECONDITION or ABORTED once the
+  // step takes no streams. A prepared step still takes one: a worker whose connection broke may
+  // have to repeat its end.
+  absl::Status AttachStream(const std::string& worker, uint32_t stream_index,
+                            AbortListener on_abort);
 
   // The stream is gone. Its listener is not called after this, unless a call is under way.
-  void DetachStream(std::string_view worker, uint32_t stream_index);
+  void DetachStream(const std::string& worker, uint32_t stream_index);
 
   // --- The ledger ---
 
   // Asks what to do with a chunk. INVALID_ARGUMENT: same index with another checksum, an index
   // above kChunksPerWorkerMax or beyond the worker's stated count. FAILED_PRECONDITION: the step is
   // prepared or over. ABORTED: the step is aborted or poisoned.
-  absl::StatusOr<ChunkVerdict> AcceptChunk(std::string_view worker, uint64_t chunk_index,
+  absl::StatusOr<ChunkVerdict> AcceptChunk(const std::string& worker, uint64_t chunk_index,
                                            uint64_t checksum);
 
   // A new chunk's gradient is in the accumulators. REQUIRES: AcceptChunk said kNew.
-  void ChunkAccumulated(std::string_view worker, uint64_t chunk_index, const LossSums& sums);
+  void ChunkAccumulated(const std::string& worker, uint64_t chunk_index, const LossSums& sums);
 
   // A new chunk could not be computed: poisons the step with `error`. REQUIRES: as above.
-  void ChunkFailed(std::string_view worker, uint64_t chunk_index, const absl::Status& error);
+  void ChunkFailed(const std::string& worker, uint64_t chunk_index, const absl::Status& error);
 
   // The worker says that its step has `num_chunks` chunks, over all its streams. Returns how many
   // are counted so far. INVALID_ARGUMENT: another count than stated before, or lower than a chunk
   // index seen. May be repeated, also once prepared.
-  absl::StatusOr<uint64_t> EndWorker(std::string_view worker, uint64_t num_chunks);
+  absl::StatusOr<uint64_t> EndWorker(const std::string& worker, uint64_t num_chunks);
 
   // Distinct chunks of the worker counted so far.
-  uint64_t NumChunksCounted(std::string_view worker) const;
+  uint64_t NumChunksCounted(const std::string& worker) const;
 
   // --- Prepare, commit, abort ---
 
@@ -146,11 +147,15 @@ class Step {
 
   // open or prepared -> aborted, and tells streams and waiting AwaitComplete calls. False when the
   // step was aborted already. FAILED_PRECONDITION when it is committed.
-  absl::StatusOr<bool> Abort(std::string_view reason);
+  absl::StatusOr<bool> Abort(const std::string& reason);
 
   // Waits until no new chunk is between AcceptChunk and ChunkAccumulated or ChunkFailed: after
   // that, nothing of an aborted step reaches the accumulators any more.
   void AwaitNoneInFlight() const;
+
+  // A batch failed, of this step or of an evaluation beside it: the accumulators are unusable.
+  // Keeps the first error; every later call but Abort returns it. No effect once the step is over.
+  void Poison(const absl::Status& error);
 
   // OK, or the ABORTED error that a failed batch left.
   absl::Status failure() const;
@@ -165,14 +170,15 @@ class Step {
     uint64_t num_accumulated = 0;
     uint64_t chunk_index_end = 0;        // Highest index seen, plus one.
     std::optional<uint64_t> num_chunks;  // As stated by EndWorker.
+
+    bool IsComplete() const { return num_chunks.has_value() && num_accumulated == *num_chunks; }
   };
 
   absl::Status CheckTakesChunks() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status CheckCompleteLocked() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  bool IsCompleteLocked() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  absl::StatusOr<Worker*> FindWorker(std::string_view name) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  LedgerEntry& EntryInFlight(std::string_view worker, uint64_t chunk_index)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  absl::StatusOr<Worker*> FindWorker(const std::string& name) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void CountIfComplete(Worker& worker, bool was_complete) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void PoisonLocked(const absl::Status& error) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   std::string Name() const;  // "step 7 of head lm".
 
   const std::string head_;
@@ -185,6 +191,7 @@ class Step {
   absl::Status failure_ ABSL_GUARDED_BY(mu_);       // Of a batch: poisons the step.
   absl::Status abort_status_ ABSL_GUARDED_BY(mu_);  // What callers of an aborted step are told.
   std::map<std::string, Worker, std::less<>> ledger_ ABSL_GUARDED_BY(mu_);
+  size_t num_complete_workers_ ABSL_GUARDED_BY(mu_) = 0;
   int64_t num_in_flight_ ABSL_GUARDED_BY(mu_) = 0;
   LossSums sums_ ABSL_GUARDED_BY(mu_);
   std::optional<PreparedStep> prepared_ ABSL_GUARDED_BY(mu_);
@@ -204,8 +211,9 @@ class StepSequence {
   explicit StepSequence(std::string head) : head_(std::move(head)) {}
 
   // Opens step `number`, or finds it open with the same workers. INVALID_ARGUMENT: number 0, no
-  // workers, a bad or doubled name. FAILED_PRECONDITION: another step is open (it is named), other
-  // workers, or not greater than the last committed step.
+  // workers, too many, or a doubled name. ABORTED: it is poisoned. FAILED_PRECONDITION: another
+  // step is open (it is named), other workers, or not greater than the last committed step.
+  // REQUIRES: names are valid.
   absl::StatusOr<Begun> Begin(uint64_t number, std::vector<std::string> workers);
 
   // The open step when it is `number`. FAILED_PRECONDITION naming the one that is open.
