@@ -44,17 +44,19 @@ TEST(MemoryPlanTest, HeadOf131072By4096InBFloat16) {
 
 TEST(MemoryPlanTest, CpuScratchOf131072By4096) {
   const HeadSpec spec = Spec(131072, 4096, DType::kBFloat16);
+  const int64_t staging = 2 * 16 * kMiBytes + 1024 * kRowStatisticsWords * 4;
+  const int64_t workspace = kCpuVocabTile * 4096 * 4 + kCpuGemmScratchBytesMax;
   const MemoryPlan retain = PlanForSchedule(spec, Schedule::kRetain, {});
   EXPECT_EQ(retain.batch_tokens, 1024);
-  EXPECT_EQ(retain.vocab_tile, 4096);
+  EXPECT_EQ(retain.vocab_tile, kCpuVocabTile);
   EXPECT_EQ(retain[MemoryCategory::kLogitsScratch], 512 * kMiBytes);  // 2^10 * 2^17 * 4
-  EXPECT_EQ(retain[MemoryCategory::kDeviceStaging],
-            2 * 16 * kMiBytes + 1024 * kRowStatisticsWords * 4);
-  EXPECT_EQ(retain[MemoryCategory::kLibraryWorkspace], 64 * kMiBytes);
+  EXPECT_EQ(retain[MemoryCategory::kDeviceStaging], staging);
+  EXPECT_EQ(retain[MemoryCategory::kLibraryWorkspace], workspace);
+  EXPECT_EQ(retain.TotalBytes(), 9 * kGiB + 512 * kMiBytes + staging + workspace);
   const MemoryPlan recompute = PlanForSchedule(spec, Schedule::kRecompute, {});
-  EXPECT_EQ(recompute[MemoryCategory::kLogitsScratch], 16 * kMiBytes);  // 2^10 * 2^12 * 4
-  EXPECT_EQ(recompute.TotalBytes(),
-            9 * kGiB + (16 + 32 + 64) * kMiBytes + 1024 * kRowStatisticsWords * 4);
+  const int64_t tile_logits = 1024 * kCpuVocabTile * 4;
+  EXPECT_EQ(recompute[MemoryCategory::kLogitsScratch], tile_logits);
+  EXPECT_EQ(recompute.TotalBytes(), 9 * kGiB + tile_logits + staging + workspace);
 }
 
 TEST(MemoryPlanTest, CudaScratchOf131072By4096) {
@@ -228,6 +230,7 @@ TEST_P(PlanAndCarveTest, CarvingThePiecesFillsThePlan) {
     arena->Carve(MemoryCategory::kDeviceStaging, scratch.grad_hidden_bytes);
     arena->Carve(MemoryCategory::kDeviceStaging, scratch.row_statistics_bytes);
     arena->Carve(MemoryCategory::kLibraryWorkspace, scratch.weight_tile_bytes);
+    arena->Carve(MemoryCategory::kLibraryWorkspace, scratch.gemm_scratch_bytes);
     arena->Seal();
     const MemoryAccount::Snapshot snapshot = account.Read();
     for (int i = 0; i < kNumMemoryCategories; ++i) {
