@@ -1,4 +1,7 @@
-# Every dependency of the project, found once. Reasons: docs/ARCHITECTURE.md.
+# Every dependency of the project, found once, under the names that the project links:
+#   lmhead_absl, lmhead_protobuf, lmhead_grpc, lmhead_grpc_reflection, lmhead_dnnl; prometheus-cpp::pull,
+#   spdlog::spdlog_header_only, nlohmann_json::nlohmann_json, PkgConfig::xxhash, GTest::gmock.
+# They are the system's shared libraries, or with LMHEAD_PORTABLE its archives where it has them (cmake/portable.cmake).
 
 find_package(Threads REQUIRED)
 find_package(Protobuf REQUIRED)
@@ -13,6 +16,10 @@ find_package(PkgConfig REQUIRED)
 pkg_check_modules(xxhash REQUIRED IMPORTED_TARGET libxxhash)
 find_program(GRPC_CPP_PLUGIN grpc_cpp_plugin REQUIRED)
 
+# Header-only to the end: the system's package would bring libfmt along.
+set_target_properties(spdlog::spdlog_header_only PROPERTIES
+  INTERFACE_LINK_LIBRARIES "Threads::Threads;fmt::fmt-header-only")
+
 if(NOT LMHEAD_CUDA STREQUAL "OFF")
   include(CheckLanguage)
   if(NOT CMAKE_CUDA_COMPILER AND EXISTS /usr/local/cuda/bin/nvcc)
@@ -21,27 +28,39 @@ if(NOT LMHEAD_CUDA STREQUAL "OFF")
   check_language(CUDA)
   if(CMAKE_CUDA_COMPILER)
     set(CMAKE_CUDA_ARCHITECTURES ${LMHEAD_CUDA_ARCHITECTURES})
-    set(CMAKE_CUDA_STANDARD 20)
-    set(CMAKE_CUDA_STANDARD_REQUIRED ON)
     enable_language(CUDA)
+    set(CMAKE_CUDA_STANDARD 20)  # After enable_language: its own first test does not know the flag yet.
+    set(CMAKE_CUDA_STANDARD_REQUIRED ON)
     find_package(CUDAToolkit REQUIRED)
     set(LMHEAD_HAVE_CUDA ON)
   elseif(LMHEAD_CUDA STREQUAL "ON")
     message(FATAL_ERROR "LMHEAD_CUDA=ON, but no CUDA compiler was found: install the CUDA toolkit or set CUDACXX")
   endif()
 endif()
+if(NOT LMHEAD_HAVE_CUDA)
+  set(LMHEAD_HAVE_CUDA OFF)
+endif()
 message(STATUS "lmhead: CUDA ${LMHEAD_HAVE_CUDA}, portable ${LMHEAD_PORTABLE}, sanitizers '${LMHEAD_SANITIZE}'")
 
-# What the targets link: the same three names, shared by default, static when portable.
 add_library(lmhead_absl INTERFACE)
 add_library(lmhead_protobuf INTERFACE)
 add_library(lmhead_grpc INTERFACE)
-target_link_libraries(lmhead_absl INTERFACE absl::status absl::statusor absl::strings absl::str_format
-  absl::synchronization absl::time absl::flags absl::flags_parse absl::flags_usage absl::flat_hash_map absl::random_random)
-target_link_libraries(lmhead_protobuf INTERFACE protobuf::libprotobuf Threads::Threads)
-target_link_libraries(lmhead_grpc INTERFACE gRPC::grpc++ lmhead_protobuf lmhead_absl)
+add_library(lmhead_grpc_reflection INTERFACE)
+if(LMHEAD_PORTABLE)
+  include(cmake/portable.cmake)
+else()
+  target_link_libraries(lmhead_absl INTERFACE absl::status absl::statusor absl::strings absl::str_format
+    absl::synchronization absl::time absl::flags absl::flags_parse absl::flags_usage absl::flat_hash_map
+    absl::random_random)
+  target_link_libraries(lmhead_protobuf INTERFACE protobuf::libprotobuf)
+  target_link_libraries(lmhead_grpc INTERFACE gRPC::grpc++)
+  target_link_libraries(lmhead_grpc_reflection INTERFACE gRPC::grpc++_reflection)
+endif()
+target_link_libraries(lmhead_protobuf INTERFACE Threads::Threads)
+target_link_libraries(lmhead_grpc INTERFACE lmhead_protobuf lmhead_absl)
+target_link_libraries(lmhead_grpc_reflection INTERFACE lmhead_grpc)
 
-# oneDNN by hand: its Debian package file asks for an OpenCL development package that a CPU user does not need.
+# oneDNN by hand: its package file asks for an OpenCL development package that a CPU user does not need.
 find_path(DNNL_INCLUDE_DIR dnnl.hpp REQUIRED)
 find_library(DNNL_LIBRARY dnnl REQUIRED)
 add_library(lmhead_dnnl INTERFACE)

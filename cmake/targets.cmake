@@ -1,4 +1,8 @@
-# lmhead_library(NAME [SRCS…] [DEPS…]) and lmhead_test(NAME SRCS… [DEPS…] [LABELS…] [ENV…]), with the project's flags.
+# What every folder builds with:
+#   lmhead_library(NAME SRCS… [DEPS…])
+#   lmhead_executable(NAME SRCS… [DEPS…])
+#   lmhead_test(NAME SRCS… [DEPS…] [LABELS…] [ENV…] [TIMEOUT seconds])    label gpu: needs a GPU
+# With LMHEAD_PORTABLE the executables and tests become one (cmake/portable.cmake).
 
 add_library(lmhead_flags INTERFACE)
 target_include_directories(lmhead_flags INTERFACE ${PROJECT_SOURCE_DIR})
@@ -16,8 +20,36 @@ function(lmhead_library name)
   target_link_libraries(${name} PUBLIC lmhead_flags ${ARG_DEPS})
 endfunction()
 
+# Sources whose main() becomes <name>_main() of the portable executable.
+function(lmhead_portable_part name)
+  cmake_parse_arguments(ARG "" "" "SRCS;DEPS" ${ARGN})
+  add_library(${name}_objects OBJECT ${ARG_SRCS})
+  target_link_libraries(${name}_objects PUBLIC lmhead_flags ${ARG_DEPS})
+  string(MAKE_C_IDENTIFIER ${name} function)
+  target_compile_definitions(${name}_objects PRIVATE main=${function}_main)
+  set_property(GLOBAL APPEND PROPERTY LMHEAD_PORTABLE_OBJECTS ${name}_objects)
+endfunction()
+
+function(lmhead_executable name)
+  cmake_parse_arguments(ARG "" "" "SRCS;DEPS" ${ARGN})
+  if(LMHEAD_PORTABLE)
+    lmhead_portable_part(${name} SRCS ${ARG_SRCS} DEPS ${ARG_DEPS})
+    set_property(GLOBAL APPEND PROPERTY LMHEAD_PORTABLE_NAMES ${name})
+  else()
+    add_executable(${name} ${ARG_SRCS})
+    target_link_libraries(${name} PRIVATE lmhead_flags ${ARG_DEPS})
+    install(TARGETS ${name} RUNTIME DESTINATION bin)
+  endif()
+endfunction()
+
 function(lmhead_test name)
   cmake_parse_arguments(ARG "" "TIMEOUT" "SRCS;DEPS;LABELS;ENV" ${ARGN})
+  if(LMHEAD_PORTABLE)
+    if(LMHEAD_PORTABLE_TESTS)
+      lmhead_portable_part(${name} SRCS ${ARG_SRCS} DEPS ${ARG_DEPS} GTest::gmock)
+    endif()
+    return()
+  endif()
   add_executable(${name} ${ARG_SRCS})
   target_link_libraries(${name} PRIVATE lmhead_flags ${ARG_DEPS} GTest::gmock GTest::gtest_main)
   add_test(NAME ${name} COMMAND ${name})

@@ -1,0 +1,68 @@
+# LMHEAD_PORTABLE: one folder, build/portable/bin, that runs on a bare system of glibc 2.36 or later with or without CUDA.
+#
+#   bin/lmhead          the one executable; it acts by the name it is called by
+#   bin/lmhead-bench    links to it
+#   bin/lmhead-tests    (not with LMHEAD_PORTABLE_TESTS=OFF, as for a release archive)
+#   bin/lib/            the shared objects that have no archive: oneDNN, prometheus-cpp and what they need
+#
+# One executable, because each would carry gRPC, protobuf and abseil again. They come from the system's archives, which
+# suit only executables (their thread-local code is not for shared objects). CUDA's runtime is static; cuBLAS and the
+# driver are opened when a GPU is used. The libraries in lib/ are found by DT_RPATH, which unlike DT_RUNPATH also holds
+# for what they need themselves.
+
+option(LMHEAD_PORTABLE_TESTS "Put the tests into the portable executable" ON)
+
+# One linker script that names the archives as one group: they need each other in circles.
+pkg_check_modules(LMHEAD_ARCHIVES REQUIRED grpc++ protobuf openssl absl_status absl_statusor absl_strings
+  absl_str_format absl_synchronization absl_time absl_flags absl_flags_parse absl_flags_usage absl_flat_hash_map
+  absl_random_random)
+set(archives)
+foreach(name grpc++_reflection ${LMHEAD_ARCHIVES_STATIC_LIBRARIES})
+  find_library(LMHEAD_ARCHIVE_${name} lib${name}.a)
+  mark_as_advanced(LMHEAD_ARCHIVE_${name})
+  if(LMHEAD_ARCHIVE_${name})
+    list(APPEND archives ${LMHEAD_ARCHIVE_${name}})
+  endif()
+endforeach()
+list(REMOVE_DUPLICATES archives)
+list(FILTER archives EXCLUDE REGEX "/lib(pthread|dl|rt|m|c)\\.a$")
+list(JOIN archives " " archives)
+file(WRITE ${CMAKE_BINARY_DIR}/archives.ld "GROUP ( ${archives} )\n")
+
+foreach(target lmhead_absl lmhead_protobuf lmhead_grpc lmhead_grpc_reflection)
+  target_link_libraries(${target} INTERFACE ${CMAKE_BINARY_DIR}/archives.ld)
+endforeach()
+find_library(LMHEAD_ARCHIVE_xxhash libxxhash.a REQUIRED)
+set_target_properties(PkgConfig::xxhash PROPERTIES INTERFACE_LINK_LIBRARIES ${LMHEAD_ARCHIVE_xxhash})
+
+# The executable, its names, its carried libraries, and the check of what it still needs. Called last, from the root.
+function(lmhead_portable_executable)
+  get_property(objects GLOBAL PROPERTY LMHEAD_PORTABLE_OBJECTS)
+  get_property(names GLOBAL PROPERTY LMHEAD_PORTABLE_NAMES)
+  set(declarations)
+  set(table)
+  foreach(name ${names})
+    string(MAKE_C_IDENTIFIER ${name} function)
+    string(APPEND declarations "int ${function}_main(int argc, char** argv);\n")
+    string(APPEND table "    {\"${name}\", ${function}_main},\n")
+  endforeach()
+  configure_file(${PROJECT_SOURCE_DIR}/cmake/portable/main.cc.in ${CMAKE_BINARY_DIR}/portable_main.cc @ONLY)
+  add_executable(lmhead ${CMAKE_BINARY_DIR}/portable_main.cc ${PROJECT_SOURCE_DIR}/cmake/portable/no_xds.cc)
+  target_link_libraries(lmhead PRIVATE lmhead_flags ${objects})
+  target_link_options(lmhead PRIVATE -Wl,--disable-new-dtags -Wl,--gc-sections -Wl,--as-needed -s)
+  set_target_properties(lmhead PROPERTIES BUILD_WITH_INSTALL_RPATH ON INSTALL_RPATH "$ORIGIN/lib")
+  list(REMOVE_ITEM names lmhead)
+  set(links)
+  foreach(name ${names})
+    list(APPEND links COMMAND ln -f lmhead ${name})
+  endforeach()
+  add_custom_command(TARGET lmhead POST_BUILD
+    ${links}
+    COMMAND ${PROJECT_SOURCE_DIR}/cmake/portable/carry.sh $<TARGET_FILE:lmhead>
+    WORKING_DIRECTORY ${CMAKE_RUNTIME_OUTPUT_DIRECTORY} VERBATIM)
+  install(PROGRAMS $<TARGET_FILE:lmhead> DESTINATION bin)
+  install(DIRECTORY ${CMAKE_RUNTIME_OUTPUT_DIRECTORY}/lib DESTINATION bin USE_SOURCE_PERMISSIONS)
+  if(LMHEAD_PORTABLE_TESTS)
+    add_test(NAME lmhead-tests COMMAND ${CMAKE_RUNTIME_OUTPUT_DIRECTORY}/lmhead-tests)
+  endif()
+endfunction()
