@@ -9,19 +9,12 @@
 #include "proto/types/check.h"
 #include "proto/types/limits.h"
 #include "server/memory/arena.h"
+#include "server/memory/cuda_layout.h"
 
 namespace lmhead {
 namespace {
 
 constexpr int64_t kFloatBytes = BytesPerElement(DType::kFloat32);
-
-// Bound of one tile's scratch on a GPU: large enough for full-speed matrix products.
-constexpr int64_t kCudaTileBytesMax = 256 * kMiB;
-constexpr int64_t kCudaVocabTileMultiple = 128;
-constexpr int64_t kCudaWorkspaceBytes = 32 * kMiB;
-
-// Uploading, computing, downloading.
-constexpr int64_t kCudaBatchesInFlight = 3;
 
 // logits_max, sum_exp, target_logit and the sum of logits, packed for one all-gather.
 constexpr int64_t kPackedStatistics = 4;
@@ -54,7 +47,7 @@ int64_t& BytesOf(MemoryPlan& plan, MemoryCategory category) {
   return plan.bytes[static_cast<size_t>(category)];
 }
 
-// Weight, master weight, gradient and optimizer state: the same for every schedule and backend.
+// Weight, master weight, gradient and optimizer state: the same for every schedule.
 void PlanState(const HeadSpec& spec, MemoryPlan* plan) {
   const int64_t elements = plan->shard_size * spec.hidden_size;
   const int64_t bias_bytes = spec.has_bias ? Piece(plan->shard_size * kFloatBytes) : 0;
@@ -80,25 +73,6 @@ void PlanCpu(const HeadSpec& spec, MemoryPlan* plan) {
       Piece(scratch.weight_tile_bytes) + Piece(scratch.gemm_scratch_bytes);
 }
 
-void PlanCuda(const HeadSpec& spec, MemoryPlan* plan) {
-  const int64_t logit_bytes = BytesPerElement(spec.weight_dtype);
-  const int64_t widest = kCudaTileBytesMax / (plan->batch_tokens * logit_bytes) /
-                         kCudaVocabTileMultiple * kCudaVocabTileMultiple;
-  plan->vocab_tile = std::min(plan->shard_size, std::max(widest, kCudaVocabTileMultiple));
-  const int64_t logits_columns =
-      KeepsWholeShard(plan->schedule) ? plan->shard_size : plan->vocab_tile;
-  BytesOf(*plan, MemoryCategory::kLogitsScratch) =
-      Piece(plan->batch_tokens * logits_columns * logit_bytes);
-  // Rows may arrive in float32 whatever the head's dtype. grad_hidden_states of a batch overwrites
-  // its hidden states on the way back; its float32 sum over tiles is one more matrix.
-  const int64_t rows_bytes = Piece(plan->batch_tokens * spec.hidden_size * kFloatBytes);
-  const int64_t statistics_bytes = Piece(plan->batch_tokens * kRowStatisticsWords * kFloatBytes);
-  BytesOf(*plan, MemoryCategory::kDeviceStaging) =
-      kCudaBatchesInFlight * (rows_bytes + statistics_bytes) +
-      (plan->schedule == Schedule::kEval ? 0 : rows_bytes);
-  BytesOf(*plan, MemoryCategory::kLibraryWorkspace) = kCudaWorkspaceBytes;
-}
-
 int64_t BatchTokens(const HeadSpec& spec, const PlanOptions& options) {
   if (spec.batch_tokens > 0) return spec.batch_tokens;
   if (options.batch_tokens > 0) return options.batch_tokens;
@@ -108,7 +82,7 @@ int64_t BatchTokens(const HeadSpec& spec, const PlanOptions& options) {
 // The schedules PlanHead may choose from.
 std::span<const Schedule> Candidates(const HeadSpec& spec) {
   if (spec.schedule != Schedule::kAuto) return {&spec.schedule, 1};
-  return spec.trainable ? SchedulesOf(spec) : SchedulesOf(spec).first(1);
+  return SchedulesOf(spec);
 }
 
 }  // namespace
@@ -163,7 +137,7 @@ CpuScratch PlanCpuScratch(const HeadSpec& spec, const MemoryPlan& plan) {
 
 std::span<const Schedule> SchedulesOf(const HeadSpec& spec) {
   static constexpr Schedule kTrainable[] = {Schedule::kRetain, Schedule::kRecompute};
-  static constexpr Schedule kNotTrainable[] = {Schedule::kFrozen, Schedule::kEval};
+  static constexpr Schedule kNotTrainable[] = {Schedule::kFrozen};
   return spec.trainable ? std::span<const Schedule>(kTrainable)
                         : std::span<const Schedule>(kNotTrainable);
 }
@@ -175,8 +149,8 @@ MemoryPlan PlanForSchedule(const HeadSpec& spec, Schedule schedule, const PlanOp
   plan.schedule = schedule;
   plan.batch_tokens = BatchTokens(spec, options);
   plan.shard_size = (spec.vocab_size + options.num_ranks - 1) / options.num_ranks;
-  PlanState(spec, &plan);
   if (options.backend == BackendKind::kCpu) {
+    PlanState(spec, &plan);
     PlanCpu(spec, &plan);
   } else {
     PlanCuda(spec, &plan);

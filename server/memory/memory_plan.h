@@ -91,7 +91,7 @@ inline constexpr int64_t kRowStatisticsWords = 24;
 CpuScratch PlanCpuScratch(const HeadSpec& spec, const MemoryPlan& plan);
 
 // The schedules a head may have, fastest first: retain and recompute when it is trainable, else
-// frozen and eval.
+// frozen alone. (Eval is what a stream without gradients runs on either.)
 std::span<const Schedule> SchedulesOf(const HeadSpec& spec);
 
 // The plan of `spec` under `schedule`, which must not be kAuto.
@@ -99,9 +99,8 @@ std::span<const Schedule> SchedulesOf(const HeadSpec& spec);
 MemoryPlan PlanForSchedule(const HeadSpec& spec, Schedule schedule, const PlanOptions& options);
 
 // The plan of `spec` as it would be created: its own schedule, or for kAuto the fastest one that
-// fits options.budget_bytes (retain before recompute; frozen for a head that is not trainable,
-// never eval, which gives no gradient). RESOURCE_EXHAUSTED with the breakdown of the smallest
-// candidate when none fits.
+// fits options.budget_bytes (retain before recompute; frozen for a head that is not trainable).
+// RESOURCE_EXHAUSTED with the breakdown of the smallest candidate when none fits.
 // REQUIRES: spec is validated.
 absl::StatusOr<MemoryPlan> PlanHead(const HeadSpec& spec, const PlanOptions& options);
 

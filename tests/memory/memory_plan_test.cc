@@ -150,6 +150,9 @@ TEST(MemoryPlanTest, AutoTakesTheFastestThatFits) {
   const int64_t recompute = PlanForSchedule(spec, Schedule::kRecompute, {}).TotalBytes();
   ASSERT_LT(recompute, retain);
   EXPECT_EQ(PlanHead(spec, {}).value().schedule, Schedule::kRetain);
+  HeadSpec frozen = spec;
+  frozen.trainable = false;
+  EXPECT_EQ(PlanHead(frozen, {}).value().schedule, Schedule::kFrozen);
   EXPECT_EQ(PlanHead(spec, {.budget_bytes = retain}).value().schedule, Schedule::kRetain);
   EXPECT_EQ(PlanHead(spec, {.budget_bytes = retain - 1}).value().schedule, Schedule::kRecompute);
   EXPECT_EQ(PlanHead(spec, {.budget_bytes = recompute}).value().schedule, Schedule::kRecompute);
@@ -170,20 +173,11 @@ TEST(MemoryPlanTest, AStatedScheduleIsNotReplaced) {
   EXPECT_EQ(PlanHead(spec, {}).value().schedule, Schedule::kRecompute);
 }
 
-// Eval keeps no gradient: a head that should give one is refused rather than quietly changed.
-TEST(MemoryPlanTest, AutoNeverFallsBackToEval) {
-  HeadSpec spec = Spec(100'000, 64, DType::kFloat32);
-  spec.trainable = false;
-  const int64_t eval = PlanForSchedule(spec, Schedule::kEval, {}).TotalBytes();
-  EXPECT_EQ(PlanHead(spec, {}).value().schedule, Schedule::kFrozen);
-  EXPECT_FALSE(PlanHead(spec, {.budget_bytes = eval}).ok());
-}
-
 TEST(MemoryPlanTest, SchedulesFollowTrainability) {
   HeadSpec spec = Spec(10, 10, DType::kFloat32);
   EXPECT_THAT(SchedulesOf(spec), ElementsAre(Schedule::kRetain, Schedule::kRecompute));
   spec.trainable = false;
-  EXPECT_THAT(SchedulesOf(spec), ElementsAre(Schedule::kFrozen, Schedule::kEval));
+  EXPECT_THAT(SchedulesOf(spec), ElementsAre(Schedule::kFrozen));
 }
 
 TEST(MemoryPlanTest, BreakdownNamesEveryCategoryThatHoldsSomethingLargestFirst) {

@@ -1,0 +1,43 @@
+#include "server/memory/pinned_memory.h"
+
+#include <cuda_runtime_api.h>
+
+#include "absl/strings/str_cat.h"
+
+namespace lmhead {
+namespace {
+
+absl::Status NotPinned(int64_t bytes, cudaError_t error) {
+  cudaGetLastError();  // Reported here, not by a later launch.
+  return absl::ResourceExhaustedError(
+      absl::StrCat("the system did not pin ", bytes, " bytes of host memory (",
+                   cudaGetErrorString(error), "); lower --staging_slots or raise `ulimit -l`"));
+}
+
+}  // namespace
+
+absl::Status PinHostMemory(void* data, int64_t bytes) {
+  const cudaError_t error =
+      cudaHostRegister(data, static_cast<size_t>(bytes), cudaHostRegisterPortable);
+  if (error == cudaErrorNoDevice || error == cudaErrorInsufficientDriver) {
+    cudaGetLastError();
+    return absl::OkStatus();
+  }
+  return error == cudaSuccess ? absl::OkStatus() : NotPinned(bytes, error);
+}
+
+void UnpinHostMemory(void* data) {
+  cudaHostUnregister(data);
+  cudaGetLastError();  // Memory that was not pinned, or a device that is lost: nothing to undo.
+}
+
+absl::StatusOr<std::unique_ptr<PinnedBlock>> PinnedBlock::Create(int64_t bytes) {
+  void* data = nullptr;
+  const cudaError_t error = cudaHostAlloc(&data, static_cast<size_t>(bytes), cudaHostAllocPortable);
+  if (error != cudaSuccess) return NotPinned(bytes, error);
+  return std::unique_ptr<PinnedBlock>(new PinnedBlock(data));
+}
+
+PinnedBlock::~PinnedBlock() { cudaFreeHost(data_); }
+
+}  // namespace lmhead
