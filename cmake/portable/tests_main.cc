@@ -1,4 +1,5 @@
-// Runs the tests that the portable executable holds. Their own executables have GoogleTest's main instead.
+// Runs the tests that the portable executable holds. Their own executables have GoogleTest's main
+// instead.
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
