@@ -12,11 +12,12 @@
 //   dz_j = c (p_j (sum q + 2 z_loss lse) - q_j)       c = token_weight grad_scale
 //   entropy = lse - sum_j p_j z_j
 //
-// A logit whose bias is -inf is masked out: p = 0, its q_j is dropped (0 * -inf = 0), no gradient,
-// also behind softcap. A row whose target is ignore_index has token_loss and logprob 0 and no
-// gradient, but lse, entropy and argmax. A row with a NaN or an infinity in its hidden states has
-// zero outputs and no gradient, and is counted. The class weight does not multiply the z-loss; the
-// token weight does.
+// A logit whose bias is -inf is masked out, also behind softcap: p = 0, and its share e / V of the
+// target distribution is dropped (0 * -inf = 0), as is its part of sum q. A masked target has
+// logprob -inf and loss +inf, as in torch. A row whose every logit is masked has no gradient. A row
+// whose target is ignore_index has token_loss and logprob 0 and no gradient, but lse, entropy and
+// argmax. A row with a NaN or an infinity in its hidden states has zero outputs and no gradient,
+// and is counted. The class weight does not multiply the z-loss; the token weight does.
 
 #ifndef LMHEAD_KERNELS_REFERENCE_REFERENCE_H_
 #define LMHEAD_KERNELS_REFERENCE_REFERENCE_H_
