@@ -135,7 +135,7 @@ std::string NumberedWords(int count, int distinct) {
 }
 
 TEST(BuildCorpus, HoldsOutATenthInContiguousBlocks) {
-  const auto corpus = BuildCorpus({{"a", NumberedWords(9000, 50)}, {"b", NumberedWords(1240, 50)}});
+  const auto corpus = BuildCorpus({{"a", NumberedWords(8000, 50)}, {"b", NumberedWords(2240, 50)}});
   ASSERT_TRUE(corpus.ok()) << corpus.status();
   EXPECT_EQ(corpus->block_words, 256);
   EXPECT_EQ(corpus->training_positions.size() + corpus->heldout_positions.size(), 10240u);
