@@ -14,7 +14,7 @@ carried='^lib(dnnl|OpenCL|gomp|prometheus-cpp-(core|pull)|civetweb(-cpp)?|z)\.so
 
 needed() { readelf -d "$1" | sed -n 's/.*(NEEDED).*\[\(.*\)\]/\1/p'; }
 
-rm -rf "$folder/lib"
+rm -rf "${folder:?}/lib"
 mkdir -p "$folder/lib"
 queue=("$executable")
 failed=0
