@@ -2,15 +2,14 @@
 #
 #   bin/lmhead          the one executable; it acts by the name it is called by
 #   bin/lmhead-bench    links to it
-#   bin/lmhead-tests    (not with LMHEAD_PORTABLE_TESTS=OFF, as for a release archive)
+#   bin/lmhead-tests    (not with LMHEAD_TESTS=OFF, as for a release archive)
+#   bin/golden/         the golden cases, with the tests
 #   bin/lib/            the shared objects that have no archive: oneDNN, prometheus-cpp and what they need
 #
 # One executable, because each would carry gRPC, protobuf and abseil again. They come from the system's archives, which
 # suit only executables (their thread-local code is not for shared objects). CUDA's runtime is static; cuBLAS and the
 # driver are opened when a GPU is used. The libraries in lib/ are found by DT_RPATH, which unlike DT_RUNPATH also holds
 # for what they need themselves.
-
-option(LMHEAD_PORTABLE_TESTS "Put the tests into the portable executable" ON)
 
 # One linker script that names the archives as one group: they need each other in circles.
 pkg_check_modules(LMHEAD_ARCHIVES REQUIRED grpc++ protobuf openssl absl_status absl_statusor absl_strings
@@ -35,9 +34,19 @@ endforeach()
 find_library(LMHEAD_ARCHIVE_xxhash libxxhash.a REQUIRED)
 set_target_properties(PkgConfig::xxhash PROPERTIES INTERFACE_LINK_LIBRARIES ${LMHEAD_ARCHIVE_xxhash})
 
-# The executable, its names, its carried libraries, and the check of what it still needs. Called last, from the root.
-function(lmhead_portable_executable)
-  get_property(objects GLOBAL PROPERTY LMHEAD_PORTABLE_OBJECTS)
+# The executable, empty at first: lmhead_executable() and lmhead_test() add to it.
+add_executable(lmhead ${CMAKE_BINARY_DIR}/portable_main.cc ${PROJECT_SOURCE_DIR}/cmake/portable/no_xds.cc)
+target_link_libraries(lmhead PRIVATE ${CMAKE_BINARY_DIR}/archives.ld)
+target_link_options(lmhead PRIVATE -Wl,--disable-new-dtags -Wl,--gc-sections -Wl,--as-needed -s)
+set_target_properties(lmhead PROPERTIES BUILD_WITH_INSTALL_RPATH ON INSTALL_RPATH "$ORIGIN/lib")
+
+# Its names, its carried libraries, and the check of what it still needs. Called last, from the root.
+function(lmhead_portable_finish)
+  if(LMHEAD_TESTS)
+    lmhead_executable(lmhead-tests SRCS cmake/portable/tests_main.cc DEPS GTest::gmock)
+    set(copy_golden COMMAND ${CMAKE_COMMAND} -E copy_directory ${PROJECT_SOURCE_DIR}/tests/golden golden)
+    add_test(NAME lmhead-tests COMMAND ${CMAKE_RUNTIME_OUTPUT_DIRECTORY}/lmhead-tests)
+  endif()
   get_property(names GLOBAL PROPERTY LMHEAD_PORTABLE_NAMES)
   set(declarations)
   set(table)
@@ -47,22 +56,14 @@ function(lmhead_portable_executable)
     string(APPEND table "    {\"${name}\", ${function}_main},\n")
   endforeach()
   configure_file(${PROJECT_SOURCE_DIR}/cmake/portable/main.cc.in ${CMAKE_BINARY_DIR}/portable_main.cc @ONLY)
-  add_executable(lmhead ${CMAKE_BINARY_DIR}/portable_main.cc ${PROJECT_SOURCE_DIR}/cmake/portable/no_xds.cc)
-  target_link_libraries(lmhead PRIVATE lmhead_flags ${objects})
-  target_link_options(lmhead PRIVATE -Wl,--disable-new-dtags -Wl,--gc-sections -Wl,--as-needed -s)
-  set_target_properties(lmhead PROPERTIES BUILD_WITH_INSTALL_RPATH ON INSTALL_RPATH "$ORIGIN/lib")
   list(REMOVE_ITEM names lmhead)
   set(links)
   foreach(name ${names})
     list(APPEND links COMMAND ln -f lmhead ${name})
   endforeach()
   add_custom_command(TARGET lmhead POST_BUILD
-    ${links}
+    ${links} ${copy_golden}
     COMMAND ${PROJECT_SOURCE_DIR}/cmake/portable/carry.sh $<TARGET_FILE:lmhead>
     WORKING_DIRECTORY ${CMAKE_RUNTIME_OUTPUT_DIRECTORY} VERBATIM)
-  install(PROGRAMS $<TARGET_FILE:lmhead> DESTINATION bin)
-  install(DIRECTORY ${CMAKE_RUNTIME_OUTPUT_DIRECTORY}/lib DESTINATION bin USE_SOURCE_PERMISSIONS)
-  if(LMHEAD_PORTABLE_TESTS)
-    add_test(NAME lmhead-tests COMMAND ${CMAKE_RUNTIME_OUTPUT_DIRECTORY}/lmhead-tests)
-  endif()
+  install(DIRECTORY ${CMAKE_RUNTIME_OUTPUT_DIRECTORY}/ DESTINATION bin USE_SOURCE_PERMISSIONS)
 endfunction()

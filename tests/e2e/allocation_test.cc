@@ -11,6 +11,7 @@
 
 #include "tests/e2e/count_allocations.h"
 #include "tests/e2e/service_fixture.h"
+#include "tests/util/paths.h"
 
 namespace lmhead::e2e {
 namespace {
@@ -28,7 +29,7 @@ class WatchedServer {
         mmap(nullptr, sizeof(AllocationCounts), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0));
     close(fd);
     setenv(kAllocationCountsVariable, path_.c_str(), 1);
-    setenv("LD_PRELOAD", LMHEAD_COUNT_ALLOCATIONS_LIBRARY, 1);
+    setenv("LD_PRELOAD", PathBesideTest("liblmhead_count_allocations.so").c_str(), 1);
     server_ = StartServer({"--chunk_bytes_max=4194304", "--staging_slots=8"});
     unsetenv("LD_PRELOAD");
     unsetenv(kAllocationCountsVariable);

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "tests/util/paths.h"
 
 namespace lmhead::e2e {
 namespace {
@@ -71,7 +72,7 @@ double RelativeErrorOf(std::span<const float> got, std::span<const Want> want) {
 
 }  // namespace
 
-std::string LmheadBinary() { return LMHEAD_BINARY; }
+std::string LmheadBinary() { return PathBesideTest("lmhead"); }
 
 std::unique_ptr<LocalServer> StartServer(std::vector<std::string> extra_flags) {
   extra_flags.insert(extra_flags.begin(), "--backend=cpu");

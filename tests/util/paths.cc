@@ -1,0 +1,16 @@
+#include "tests/util/paths.h"
+
+#include <filesystem>
+
+namespace lmhead {
+
+std::string PathBesideTest(const std::string& name) {
+  return std::filesystem::read_symlink("/proc/self/exe").parent_path() / name;
+}
+
+std::string GoldenFolder() {
+  const std::string beside = PathBesideTest("golden");
+  return std::filesystem::exists(beside) ? beside : LMHEAD_GOLDEN_FOLDER;
+}
+
+}  // namespace lmhead

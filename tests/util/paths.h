@@ -1,0 +1,19 @@
+// Where a test finds what it runs and reads, wherever its binary has been copied to.
+
+#ifndef LMHEAD_TESTS_UTIL_PATHS_H_
+#define LMHEAD_TESTS_UTIL_PATHS_H_
+
+#include <string>
+
+namespace lmhead {
+
+// Path of a file in the test binary's own folder, where every build puts executables and modules:
+// `lmhead` and the like.
+std::string PathBesideTest(const std::string& name);
+
+// The golden cases: `golden` beside the test (portable folder), else the source tree's.
+std::string GoldenFolder();
+
+}  // namespace lmhead
+
+#endif  // LMHEAD_TESTS_UTIL_PATHS_H_
