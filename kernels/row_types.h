@@ -12,10 +12,10 @@ namespace lmhead::kernels {
 
 // What the caller says of a row.
 struct RowInput {
-  int32_t target = -1;  // Vocabulary id, or -1 where ignored.
-  float token_weight = 1.0f;
+  int32_t target = -1;            // Vocabulary id, or -1 where ignored.
   float grad_coefficient = 0.0f;  // token_weight * grad_scale.
   float inverse_temperature = 1.0f;
+  int32_t padding = 0;
 };
 static_assert(sizeof(RowInput) == 16);
 
@@ -42,7 +42,7 @@ struct RowLoss {
   float entropy;
   int32_t argmax;
   float z_loss;
-  float weight;  // token_weight * class weight of the target; 0 unless valid.
+  float class_weight;  // Of the target; 0 unless valid.
   int32_t state;
 };
 static_assert(sizeof(RowLoss) == 32);

@@ -13,22 +13,21 @@ namespace lmhead::kernels::device {
 
 // The weights of a valid row's loss: q_j = hard [j = t] + uniform * class weight_j.
 struct TargetWeights {
-  float hard;         // (1 - e) w_t; 0 where the target is masked.
+  float hard;         // (1 - e) w_t
   float uniform;      // e / V
   float uniform_sum;  // uniform * sum of class weights that are not masked.
 };
 
-__device__ __forceinline__ RowLoss ValidRowLoss(const RowStats& stats, const RowInput& input,
-                                                const TargetWeights& q, float class_weight,
-                                                float z_loss, RowLoss loss) {
+__device__ __forceinline__ RowLoss ValidRowLoss(const RowStats& stats, const TargetWeights& q,
+                                                float class_weight, float z_loss, RowLoss loss) {
   const float log_sum = logf(stats.sum_exp);
   const bool masked = stats.target_logit == MinusInfinity();
   loss.state = RowLoss::kValid;
-  loss.weight = input.token_weight * class_weight;
+  loss.class_weight = class_weight;
   loss.logprob =
       masked ? MinusInfinity() : fminf(0.0f, (stats.target_logit - stats.logits_max) - log_sum);
-  float cross_entropy = masked ? 0.0f : -q.hard * loss.logprob;
-  if (q.uniform != 0.0f) {
+  float cross_entropy = q.hard != 0.0f ? -q.hard * loss.logprob : 0.0f;
+  if (q.uniform_sum != 0.0f) {
     // In double: lse and the mean of z may be large and nearly equal.
     const double lse = static_cast<double>(stats.logits_max) + log_sum;
     cross_entropy +=
@@ -52,17 +51,16 @@ __device__ __forceinline__ RowGrad ValidRowGrad(const RowStats& stats, const Row
   grad.uniform_grad = scale * q.uniform;
   grad.inverse_temperature = input.inverse_temperature;
   grad.target = input.target;
-  if (stats.target_logit != MinusInfinity()) {
-    // hard * (p - 1) + ..., with p - 1 formed without cancellation.
-    const float own = q.hard * expm1f(loss.logprob) +
-                      (q.uniform_sum + z_term) * expf(loss.logprob) - q.uniform * class_weight;
-    float derivative = 1.0f;
-    if (options.softcap != 0.0f) {
-      const float t = stats.target_logit / (input.inverse_temperature * options.softcap);
-      derivative = 1.0f - t * t;
-    }
-    grad.target_grad = scale * own * derivative;
+  // hard * (p - 1) + ..., with p - 1 formed without cancellation. A masked target has p = 0.
+  const bool masked = stats.target_logit == MinusInfinity();
+  float own = q.hard * expm1f(loss.logprob) + (q.uniform_sum + z_term) * expf(loss.logprob);
+  if (!masked) own -= q.uniform * class_weight;
+  float derivative = 1.0f;
+  if (options.softcap != 0.0f) {
+    const float t = stats.target_logit / (input.inverse_temperature * options.softcap);
+    derivative = masked ? 0.0f : 1.0f - t * t;
   }
+  grad.target_grad = scale * own * derivative;
   return grad;
 }
 
@@ -91,14 +89,12 @@ __global__ void TokenLossKernel(int64_t num_rows, const RowInput* rows, const Ro
       const float class_weight =
           options.class_weights != nullptr ? options.class_weights[input.target] : 1.0f;
       TargetWeights q{};
-      if (stats.target_logit != MinusInfinity()) {
-        q.hard = (1.0f - options.label_smoothing) * class_weight;
-      }
+      q.hard = (1.0f - options.label_smoothing) * class_weight;
       if (options.label_smoothing != 0.0f) {
         q.uniform = options.label_smoothing / static_cast<float>(options.vocab_size);
         q.uniform_sum = q.uniform * static_cast<float>(stats.smoothing_weight);
       }
-      loss = ValidRowLoss(stats, input, q, class_weight, options.z_loss, loss);
+      loss = ValidRowLoss(stats, q, class_weight, options.z_loss, loss);
       if (!all_masked && input.grad_coefficient != 0.0f) {
         grad = ValidRowGrad(stats, input, q, loss, class_weight, options);
       }

@@ -17,6 +17,7 @@
 #include "kernels/cpu/row_passes.h"
 #include "kernels/cpu/weight_init.h"
 #include "proto/types/check.h"
+#include "server/compute/batch_check.h"
 #include "server/optimizer/optimizer.h"
 
 namespace lmhead {
@@ -78,8 +79,6 @@ class CpuBackend final : public ComputeBackend {
   Parameter CarveParameter(int64_t cols, DType dtype);
   void InitialiseWeight();
 
-  absl::Status CheckBatch(const BatchInput& input) const;
-  absl::Status CheckChunk(const ChunkRows& chunk, int64_t index, const LossRecipe& recipe) const;
   RowConfig ConfigOf(const BatchInput& input) const;
 
   absl::StatusOr<BatchOutput> Compute(const BatchInput& input);
@@ -186,7 +185,7 @@ void CpuBackend::InitialiseWeight() {
 void CpuBackend::ComputeBatch(const BatchInput& input, BatchDone done) { done(Compute(input)); }
 
 absl::StatusOr<BatchOutput> CpuBackend::Compute(const BatchInput& input) {
-  if (absl::Status status = CheckBatch(input); !status.ok()) return status;
+  if (absl::Status status = CheckBatch(spec_, plan_, input); !status.ok()) return status;
   BatchOutput output;
   Stopwatch stopwatch;
   Upload(input);
@@ -203,68 +202,6 @@ absl::StatusOr<BatchOutput> CpuBackend::Compute(const BatchInput& input) {
   if (input.mode != BackwardMode::kNone) Download(input);
   output.timings.download_seconds = stopwatch.Lap();
   return output;
-}
-
-absl::Status CpuBackend::CheckBatch(const BatchInput& input) const {
-  LMHEAD_CHECK(input.recipe != nullptr, spec_.name);
-  if (input.mode != BackwardMode::kNone && grad_hidden_ == nullptr) {
-    return absl::FailedPreconditionError(
-        absl::StrCat("head ", spec_.name, " has schedule eval, which computes no gradient; create ",
-                     "it with schedule frozen"));
-  }
-  if (input.mode == BackwardMode::kHiddenAndWeight && !spec_.trainable) {
-    return absl::FailedPreconditionError(absl::StrCat(
-        "head ", spec_.name, " is not trainable, so it accumulates no weight gradient"));
-  }
-  const auto num_classes = static_cast<int64_t>(input.recipe->class_weights.size());
-  if (num_classes != 0 && num_classes != spec_.vocab_size) {
-    return absl::InvalidArgumentError(absl::StrCat("recipe has ", num_classes,
-                                                   " class_weights, head ", spec_.name, " expects ",
-                                                   spec_.vocab_size));
-  }
-  int64_t num_rows = 0;
-  for (size_t i = 0; i < input.chunks.size(); ++i) {
-    const ChunkRows& chunk = input.chunks[i];
-    absl::Status status = CheckChunk(chunk, static_cast<int64_t>(i), *input.recipe);
-    if (!status.ok()) return status;
-    num_rows += chunk.hidden_states.rows;
-  }
-  if (num_rows < 1 || num_rows > plan_.batch_tokens) {
-    return absl::InvalidArgumentError(absl::StrCat("a batch of ", num_rows, " rows; head ",
-                                                   spec_.name, " computes 1 to ",
-                                                   plan_.batch_tokens, " at once"));
-  }
-  return absl::OkStatus();
-}
-
-// Validated at the edge already; asserted again before anything accumulates.
-absl::Status CpuBackend::CheckChunk(const ChunkRows& chunk, int64_t index,
-                                    const LossRecipe& recipe) const {
-  const ConstMatrixView& hidden = chunk.hidden_states;
-  const auto wrong = [&](auto... parts) {
-    return absl::InvalidArgumentError(absl::StrCat("chunk ", index, " of the batch: ", parts...));
-  };
-  if (hidden.cols != spec_.hidden_size) {
-    return wrong("hidden_states has ", hidden.cols, " columns, head ", spec_.name, " expects ",
-                 spec_.hidden_size);
-  }
-  const auto fits = [&](size_t size) { return static_cast<int64_t>(size) == hidden.rows; };
-  if (!fits(chunk.targets.size())) {
-    return wrong(chunk.targets.size(), " targets for ", hidden.rows, " rows");
-  }
-  if (!chunk.token_weights.empty() && !fits(chunk.token_weights.size())) {
-    return wrong(chunk.token_weights.size(), " token_weights for ", hidden.rows, " rows");
-  }
-  if (!chunk.token_temperature.empty() && !fits(chunk.token_temperature.size())) {
-    return wrong(chunk.token_temperature.size(), " token_temperature for ", hidden.rows, " rows");
-  }
-  for (size_t row = 0; row < chunk.targets.size(); ++row) {
-    const int32_t target = chunk.targets[row];
-    if (target == recipe.ignore_index || (0 <= target && target < spec_.vocab_size)) continue;
-    return wrong("target ", target, " in row ", row, " is neither ignore_index ",
-                 recipe.ignore_index, " nor in [0, ", spec_.vocab_size, ")");
-  }
-  return absl::OkStatus();
 }
 
 RowConfig CpuBackend::ConfigOf(const BatchInput& input) const {

@@ -1,0 +1,282 @@
+#include "server/compute/cublaslt_gemm.h"
+
+#include <algorithm>
+#include <bit>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "server/compute/cuda_status.h"
+
+namespace lmhead {
+namespace {
+
+constexpr int kCandidatesMax = 8;
+constexpr int kTimedRuns = 3;
+
+// Another algorithm replaces cuBLASLt's first choice only when it is clearly faster, so that noise
+// does not change the choice, and with it the bits of the results, from one start to the next.
+constexpr float kClearlyFaster = 0.98f;
+
+cudaDataType_t CudaType(DType dtype) {
+  switch (dtype) {
+    case DType::kBFloat16:
+      return CUDA_R_16BF;
+    case DType::kFloat16:
+      return CUDA_R_16F;
+    case DType::kFloat32:
+      break;
+  }
+  return CUDA_R_32F;
+}
+
+// The largest power of two, at most 256, that divides the address.
+uint32_t Alignment(const void* pointer) {
+  return static_cast<uint32_t>(std::min<uintptr_t>(
+      256, uintptr_t{1} << std::countr_zero(reinterpret_cast<uintptr_t>(pointer) | 256)));
+}
+
+// cuBLASLt's view is column-major: D [m, n] = op(A) [m, k] op(B) [k, n]. A row-major [rows, cols]
+// matrix is a column-major [cols, rows] one.
+struct Operand {
+  const void* data;
+  cudaDataType_t type;
+  int64_t rows;  // Column-major, as stored.
+  int64_t cols;
+  int64_t stride;
+  cublasOperation_t operation = CUBLAS_OP_N;
+};
+struct Operands {
+  Operand a, b, d;
+};
+
+}  // namespace
+
+// What cuBLASLt wants to know of a call; freed together.
+struct HeadGemm::Descriptors {
+  explicit Descriptors(const CublasLtLibrary* library) : lt(library) {}
+  ~Descriptors() {
+    if (preference != nullptr) lt->MatmulPreferenceDestroy(preference);
+    for (cublasLtMatrixLayout_t layout : {a, b, d}) {
+      if (layout != nullptr) lt->MatrixLayoutDestroy(layout);
+    }
+    if (operation != nullptr) lt->MatmulDescDestroy(operation);
+  }
+  Descriptors(const Descriptors&) = delete;
+  Descriptors& operator=(const Descriptors&) = delete;
+
+  const CublasLtLibrary* const lt;
+  Operands operands{};
+  cublasLtMatmulDesc_t operation = nullptr;
+  cublasLtMatrixLayout_t a = nullptr;
+  cublasLtMatrixLayout_t b = nullptr;
+  cublasLtMatrixLayout_t d = nullptr;
+  cublasLtMatmulPreference_t preference = nullptr;
+};
+
+struct HeadGemm::Candidates {
+  std::array<cublasLtMatmulHeuristicResult_t, kCandidatesMax> results{};
+  int count = 0;
+};
+
+namespace {
+
+Operands OperandsOf(const HeadProductCall& call, const HeadGemm::Options& options) {
+  const cudaDataType_t type = CudaType(options.dtype);
+  const int64_t width = options.hidden_size;
+  const Operand hidden = {call.hidden, type, width, call.rows, width};
+  const Operand weight = {call.weight, type, width, call.cols, width};
+  const Operand logits = {call.logits, type, call.cols, call.rows, options.logits_stride};
+  Operands operands{};
+  switch (call.product) {
+    case HeadProduct::kLogits:
+      operands = {weight, hidden, logits};
+      operands.a.operation = CUBLAS_OP_T;
+      break;
+    case HeadProduct::kGradHidden:
+      operands = {weight,
+                  logits,
+                  {call.grad, CudaType(options.grad_hidden_dtype), width, call.rows, width}};
+      break;
+    case HeadProduct::kGradWeight:
+      operands = {hidden, logits, {call.grad, CUDA_R_32F, width, call.cols, width}};
+      operands.b.operation = CUBLAS_OP_T;
+      break;
+  }
+  return operands;
+}
+
+const char* ProductName(HeadProduct product) {
+  switch (product) {
+    case HeadProduct::kLogits:
+      return "logits";
+    case HeadProduct::kGradHidden:
+      return "grad_hidden";
+    case HeadProduct::kGradWeight:
+      return "grad_weight";
+  }
+  return "unknown product";
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<HeadGemm>> HeadGemm::Create(const Options& options) {
+  absl::StatusOr<const CublasLtLibrary*> library = CublasLtLibrary::Get();
+  if (!library.ok()) return library.status();
+  cublasLtHandle_t handle = nullptr;
+  LMHEAD_RETURN_IF_ERROR((*library)->ToStatus((*library)->Create(&handle), "cublasLtCreate"));
+  return std::unique_ptr<HeadGemm>(new HeadGemm(options, *library, handle));
+}
+
+HeadGemm::~HeadGemm() { lt_->Destroy(handle_); }
+
+int64_t HeadGemm::Bucket(int64_t rows) {
+  return static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(rows)));
+}
+
+absl::Status HeadGemm::Describe(const HeadProductCall& call, Descriptors* out) const {
+  cublasStatus_t status = CUBLAS_STATUS_SUCCESS;
+  const auto attempt = [&status](cublasStatus_t next) {
+    if (status == CUBLAS_STATUS_SUCCESS) status = next;
+  };
+  const auto layout = [&](const Operand& operand, cublasLtMatrixLayout_t* to) {
+    attempt(lt_->MatrixLayoutCreate(to, operand.type, static_cast<uint64_t>(operand.rows),
+                                    static_cast<uint64_t>(operand.cols), operand.stride));
+  };
+  const auto prefer = [&](cublasLtMatmulPreferenceAttributes_t attribute, auto value) {
+    attempt(lt_->MatmulPreferenceSetAttribute(out->preference, attribute, &value, sizeof(value)));
+  };
+  out->operands = OperandsOf(call, options_);
+  const Operands& operands = out->operands;
+  attempt(lt_->MatmulDescCreate(&out->operation, CUBLAS_COMPUTE_32F, CUDA_R_32F));
+  attempt(lt_->MatmulDescSetAttribute(out->operation, CUBLASLT_MATMUL_DESC_TRANSA,
+                                      &operands.a.operation, sizeof(operands.a.operation)));
+  attempt(lt_->MatmulDescSetAttribute(out->operation, CUBLASLT_MATMUL_DESC_TRANSB,
+                                      &operands.b.operation, sizeof(operands.b.operation)));
+  layout(operands.a, &out->a);
+  layout(operands.b, &out->b);
+  layout(operands.d, &out->d);
+  attempt(lt_->MatmulPreferenceCreate(&out->preference));
+  if (status == CUBLAS_STATUS_SUCCESS) {
+    prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
+           static_cast<uint64_t>(options_.workspace_bytes));
+    // Partial sums are added in float32 and in one order, or not split at all.
+    prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
+           uint32_t{CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE});
+    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, Alignment(operands.a.data));
+    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, Alignment(operands.b.data));
+    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, Alignment(operands.d.data));
+    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, Alignment(operands.d.data));
+  }
+  return lt_->ToStatus(status, "describing a matrix product to cuBLASLt");
+}
+
+absl::Status HeadGemm::Find(const HeadProductCall& call, const Descriptors& descriptors,
+                            int num_wanted, Candidates* candidates) const {
+  const cublasStatus_t status = lt_->MatmulAlgoGetHeuristic(
+      handle_, descriptors.operation, descriptors.a, descriptors.b, descriptors.d, descriptors.d,
+      descriptors.preference, num_wanted, candidates->results.data(), &candidates->count);
+  LMHEAD_RETURN_IF_ERROR(lt_->ToStatus(status, "cublasLtMatmulAlgoGetHeuristic"));
+  if (candidates->count > 0) return absl::OkStatus();
+  return absl::InternalError(
+      absl::StrFormat("cuBLASLt has no algorithm for %s of %d rows, %d columns and hidden_size %d",
+                      ProductName(call.product), call.rows, call.cols, options_.hidden_size));
+}
+
+absl::Status HeadGemm::Launch(const HeadProductCall& call, const Descriptors& descriptors,
+                              const cublasLtMatmulAlgo_t& algorithm, cudaStream_t stream) const {
+  const float alpha = 1.0f;
+  void* const d = const_cast<void*>(descriptors.operands.d.data);
+  return lt_->ToStatus(
+      lt_->Matmul(handle_, descriptors.operation, &alpha, descriptors.operands.a.data,
+                  descriptors.a, descriptors.operands.b.data, descriptors.b, &call.beta, d,
+                  descriptors.d, d, descriptors.d, &algorithm, options_.workspace,
+                  static_cast<size_t>(options_.workspace_bytes), stream),
+      ProductName(call.product));
+}
+
+// Milliseconds of the fastest of a few runs, after one that warms up.
+absl::StatusOr<float> HeadGemm::Time(const HeadProductCall& call, const Descriptors& descriptors,
+                                     const cublasLtMatmulAlgo_t& algorithm,
+                                     cudaStream_t stream) const {
+  cudaEvent_t start = nullptr;
+  cudaEvent_t stop = nullptr;
+  const auto timed = [&]() -> absl::StatusOr<float> {
+    LMHEAD_RETURN_IF_CUDA_ERROR(cudaEventCreate(&start));
+    LMHEAD_RETURN_IF_CUDA_ERROR(cudaEventCreate(&stop));
+    float best = 0.0f;
+    for (int run = 0; run <= kTimedRuns; ++run) {
+      LMHEAD_RETURN_IF_CUDA_ERROR(cudaEventRecord(start, stream));
+      LMHEAD_RETURN_IF_ERROR(Launch(call, descriptors, algorithm, stream));
+      LMHEAD_RETURN_IF_CUDA_ERROR(cudaEventRecord(stop, stream));
+      LMHEAD_RETURN_IF_CUDA_ERROR(cudaEventSynchronize(stop));
+      float milliseconds = 0.0f;
+      LMHEAD_RETURN_IF_CUDA_ERROR(cudaEventElapsedTime(&milliseconds, start, stop));
+      if (run == 1 || (run > 1 && milliseconds < best)) best = milliseconds;
+    }
+    return best;
+  };
+  absl::StatusOr<float> best = timed();
+  if (start != nullptr) cudaEventDestroy(start);
+  if (stop != nullptr) cudaEventDestroy(stop);
+  return best;
+}
+
+std::string HeadGemm::DescribeAlgorithm(const cublasLtMatmulAlgo_t& algorithm) const {
+  const auto attribute = [&](cublasLtMatmulAlgoConfigAttributes_t name) {
+    int32_t value = -1;
+    size_t written = 0;
+    lt_->MatmulAlgoConfigGetAttribute(&algorithm, name, &value, sizeof(value), &written);
+    return value;
+  };
+  return absl::StrCat("algorithm ", attribute(CUBLASLT_ALGO_CONFIG_ID), " tile ",
+                      attribute(CUBLASLT_ALGO_CONFIG_TILE_ID), " stages ",
+                      attribute(CUBLASLT_ALGO_CONFIG_STAGES_ID), " split ",
+                      attribute(CUBLASLT_ALGO_CONFIG_SPLITK_NUM));
+}
+
+absl::StatusOr<std::string> HeadGemm::Tune(const HeadProductCall& call, cudaStream_t stream) {
+  Descriptors descriptors(lt_);
+  LMHEAD_RETURN_IF_ERROR(Describe(call, &descriptors));
+  Candidates candidates;
+  LMHEAD_RETURN_IF_ERROR(Find(call, descriptors, kCandidatesMax, &candidates));
+  int best = -1;
+  float best_time = 0.0f;
+  float first_time = 0.0f;
+  for (int i = 0; i < candidates.count; ++i) {
+    if (candidates.results[i].state != CUBLAS_STATUS_SUCCESS) continue;
+    absl::StatusOr<float> time = Time(call, descriptors, candidates.results[i].algo, stream);
+    if (!time.ok()) return time.status();
+    if (best < 0) first_time = *time;
+    if (best < 0 || (*time < best_time && *time < kClearlyFaster * first_time)) {
+      best = i;
+      best_time = *time;
+    }
+  }
+  if (best < 0) return absl::InternalError("cuBLASLt offers no usable algorithm");
+  const cublasLtMatmulAlgo_t& algorithm = candidates.results[best].algo;
+  algorithms_[{call.product, Bucket(call.rows), call.cols}] = algorithm;
+  return absl::StrFormat("%s %dx%dx%d: %s, %.3f ms (first choice %.3f ms)",
+                         ProductName(call.product), call.rows, call.cols, options_.hidden_size,
+                         DescribeAlgorithm(algorithm), best_time, first_time);
+}
+
+absl::Status HeadGemm::Run(const HeadProductCall& call, cudaStream_t stream) {
+  Descriptors descriptors(lt_);
+  LMHEAD_RETURN_IF_ERROR(Describe(call, &descriptors));
+  const auto tuned = algorithms_.find({call.product, Bucket(call.rows), call.cols});
+  if (tuned != algorithms_.end()) {
+    cublasLtMatmulHeuristicResult_t check{};
+    const cublasStatus_t usable =
+        lt_->MatmulAlgoCheck(handle_, descriptors.operation, descriptors.a, descriptors.b,
+                             descriptors.d, descriptors.d, &tuned->second, &check);
+    if (usable == CUBLAS_STATUS_SUCCESS &&
+        check.workspaceSize <= static_cast<size_t>(options_.workspace_bytes)) {
+      return Launch(call, descriptors, tuned->second, stream);
+    }
+  }
+  Candidates candidates;
+  LMHEAD_RETURN_IF_ERROR(Find(call, descriptors, 1, &candidates));
+  return Launch(call, descriptors, candidates.results[0].algo, stream);
+}
+
+}  // namespace lmhead
