@@ -1,0 +1,20 @@
+// Flags that more than one command has. Abseil's flags are one set for the whole executable, so
+// each is defined once; what a default of "" or 0 means is each command's own.
+
+#ifndef LMHEAD_SERVER_CLI_COMMON_FLAGS_H_
+#define LMHEAD_SERVER_CLI_COMMON_FLAGS_H_
+
+#include <cstdint>
+#include <string>
+
+#include "absl/flags/declare.h"
+
+ABSL_DECLARE_FLAG(std::string, address);
+ABSL_DECLARE_FLAG(std::string, backend);
+ABSL_DECLARE_FLAG(int64_t, batch_tokens);
+ABSL_DECLARE_FLAG(std::string, dtype);
+ABSL_DECLARE_FLAG(int64_t, hidden);
+ABSL_DECLARE_FLAG(bool, json);
+ABSL_DECLARE_FLAG(int64_t, memory_limit_bytes);
+
+#endif  // LMHEAD_SERVER_CLI_COMMON_FLAGS_H_
