@@ -158,9 +158,9 @@ absl::StatusOr<demo::MemoryFacts> ReadMemory(Service* service, const Trainer& tr
   }
   auto metrics = demo::ScrapeMetrics(service->child->metrics_address());
   if (!metrics.ok()) return metrics.status();
-  auto peak = demo::PeakMemoryBytes(*metrics);
+  auto peak = demo::MetricValue(*metrics, "lmhead_memory_total_peak_bytes", {"scope=\"process\""});
   if (!peak.ok()) return peak.status();
-  facts.peak_bytes = *peak;
+  facts.peak_bytes = static_cast<int64_t>(*peak);
   facts.source = absl::StrCat("http://", service->child->metrics_address(), "/metrics");
   return facts;
 }
