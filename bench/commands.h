@@ -1,0 +1,16 @@
+// The subcommands of lmhead-bench. Each parses nothing: flags have been parsed by main().
+
+#ifndef LMHEAD_BENCH_COMMANDS_H_
+#define LMHEAD_BENCH_COMMANDS_H_
+
+#include "absl/types/span.h"
+
+namespace lmhead::bench {
+
+// lmhead-bench golden DIR: every case file of a folder through a real service. 0 when no case
+// fails, 1 when one does, 2 when nothing could be run.
+int RunGolden(absl::Span<char* const> positional);
+
+}  // namespace lmhead::bench
+
+#endif  // LMHEAD_BENCH_COMMANDS_H_

@@ -1,0 +1,218 @@
+// lmhead-bench golden: does a real service give the exact results, within its arithmetic?
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <filesystem>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/flags/flag.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
+#include "bench/commands.h"
+#include "bench/golden_case.h"
+#include "bench/golden_compare.h"
+#include "bench/golden_report.h"
+#include "bench/golden_run.h"
+#include "bench/plain_dense.h"
+#include "client/cpp/client.h"
+#include "client/cpp/local_server.h"
+#include "server/cli/common_flags.h"
+
+ABSL_FLAG(std::string, server_binary, "",
+          "The lmhead binary to start; the one beside this program by default.");
+ABSL_FLAG(std::string, schedule, "all",
+          "Schedule to check: retain, recompute, frozen, eval, or all of them.");
+
+namespace lmhead::bench {
+namespace {
+
+constexpr int kExitFailed = 1;
+constexpr int kExitNotRun = 2;
+
+struct GoldenOptions {
+  std::vector<std::string> files;
+  std::vector<Schedule> schedules;
+  DType dtype = DType::kFloat32;
+};
+
+absl::StatusOr<std::vector<Schedule>> ParseSchedules(const std::string& name) {
+  const std::vector<Schedule> all = {Schedule::kRetain, Schedule::kRecompute, Schedule::kFrozen,
+                                     Schedule::kEval};
+  if (name == "all") return all;
+  for (const Schedule schedule : all) {
+    if (ScheduleName(schedule) == name) return std::vector<Schedule>{schedule};
+  }
+  return absl::InvalidArgumentError(
+      absl::StrCat("--schedule is '", name, "'; wanted retain, recompute, frozen, eval or all"));
+}
+
+absl::StatusOr<DType> ParseDType(const std::string& name) {
+  if (name.empty() || name == "float32" || name == "fp32") return DType::kFloat32;
+  if (name == "bfloat16" || name == "bf16") return DType::kBFloat16;
+  return absl::InvalidArgumentError(
+      absl::StrCat("--dtype is '", name, "'; wanted float32 (fp32) or bfloat16 (bf16)"));
+}
+
+// The case files of a folder, by name.
+absl::StatusOr<std::vector<std::string>> ListCases(const std::string& folder) {
+  std::error_code error;
+  std::vector<std::string> files;
+  for (auto entry = std::filesystem::directory_iterator(folder, error);
+       !error && entry != std::filesystem::directory_iterator(); entry.increment(error)) {
+    if (entry->path().extension() == ".safetensors") files.push_back(entry->path().string());
+  }
+  if (error) return absl::NotFoundError(absl::StrCat(folder, ": ", error.message()));
+  if (files.empty()) {
+    return absl::NotFoundError(absl::StrCat(folder, ": no case files (*.safetensors) in it"));
+  }
+  std::sort(files.begin(), files.end());
+  return files;
+}
+
+absl::StatusOr<GoldenOptions> ParseOptions(absl::Span<char* const> positional) {
+  if (positional.size() != 1) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("wanted one folder of case files, got ", positional.size()));
+  }
+  GoldenOptions options;
+  auto schedules = ParseSchedules(absl::GetFlag(FLAGS_schedule));
+  if (!schedules.ok()) return schedules.status();
+  options.schedules = *std::move(schedules);
+  const auto dtype = ParseDType(absl::GetFlag(FLAGS_dtype));
+  if (!dtype.ok()) return dtype.status();
+  options.dtype = *dtype;
+  auto files = ListCases(positional[0]);
+  if (!files.ok()) return files.status();
+  options.files = *std::move(files);
+  return options;
+}
+
+// The service under test: a child process, or the one at --address.
+struct Service {
+  std::unique_ptr<LocalServer> child;
+  std::unique_ptr<Client> client;
+};
+
+absl::StatusOr<Service> ReachService() {
+  Service service;
+  std::string address = absl::GetFlag(FLAGS_address);
+  if (address.empty()) {
+    std::string binary = absl::GetFlag(FLAGS_server_binary);
+    if (binary.empty()) {
+      std::error_code error;
+      binary = std::filesystem::canonical("/proc/self/exe", error).parent_path() / "lmhead";
+    }
+    auto child =
+        LocalServer::Start(binary, {absl::StrCat("--backend=", absl::GetFlag(FLAGS_backend))});
+    if (!child.ok()) return child.status();
+    service.child = *std::move(child);
+    address = service.child->address();
+  }
+  auto client = Client::Connect(address, {});
+  if (!client.ok()) return client.status();
+  service.client = *std::move(client);
+  return service;
+}
+
+// Compares what one schedule gave and adds it to the report.
+void AddOutputs(const GoldenCase& golden, Schedule schedule, const Outputs& outputs,
+                const Outputs& plain, DType dtype, CaseReport* report) {
+  std::vector<std::string> failures;
+  for (const auto& [name, got] : outputs) {
+    const auto exact = golden.expected.find(name);
+    if (exact == golden.expected.end()) continue;
+    const OutputError error = CompareOutput(name, got, exact->second, plain.at(name), dtype);
+    const auto [entry, is_new] = report->outputs.emplace(name, error);
+    if (!is_new) entry->second.Worsen(error);
+    if (error.Passed()) continue;
+    failures.push_back(absl::StrFormat("%s is off by %.2e (at most %.2e), absolute %.2e (%.2e)",
+                                       name, error.rel, error.rel_limit, error.max_abs,
+                                       error.max_abs_limit));
+  }
+  if (failures.empty()) return;
+  report->status = CaseStatus::kFailed;
+  absl::StrAppend(&report->detail, report->detail.empty() ? "" : "; ",
+                  std::string(ScheduleName(schedule)), ": ", absl::StrJoin(failures, ", "));
+}
+
+CaseReport RunCase(Client& client, const std::string& file, const GoldenOptions& options,
+                   const std::string& head) {
+  const absl::StatusOr<GoldenCase> golden = LoadGoldenCase(file);
+  CaseReport report;
+  report.name = golden.ok() ? golden->name : std::filesystem::path(file).stem().string();
+  if (!golden.ok()) {
+    report.status = CaseStatus::kFailed;
+    report.detail = std::string(golden.status().message());
+    return report;
+  }
+  if (!golden->unknown_fields.empty()) {
+    report.status = CaseStatus::kNotYet;
+    report.detail = absl::StrJoin(golden->unknown_fields, ", ");
+    return report;
+  }
+  const Outputs plain = ComputePlainDense(*golden, options.dtype);
+  for (const Schedule schedule : options.schedules) {
+    const absl::StatusOr<Outputs> outputs =
+        RunGoldenCase(client, *golden, schedule, options.dtype, head);
+    if (outputs.ok()) {
+      AddOutputs(*golden, schedule, *outputs, plain, options.dtype, &report);
+      continue;
+    }
+    report.status =
+        absl::IsUnimplemented(outputs.status()) ? CaseStatus::kNotYet : CaseStatus::kFailed;
+    report.detail =
+        absl::StrCat(std::string(ScheduleName(schedule)), ": ", outputs.status().message());
+    return report;
+  }
+  return report;
+}
+
+absl::StatusOr<std::vector<CaseReport>> RunCases(absl::Span<char* const> positional) {
+  const absl::StatusOr<GoldenOptions> options = ParseOptions(positional);
+  if (!options.ok()) return options.status();
+  absl::StatusOr<Service> service = ReachService();
+  if (!service.ok()) return service.status();
+  std::vector<CaseReport> reports;
+  for (const std::string& file : options->files) {
+    // The process id keeps two runs against one service apart.
+    reports.push_back(RunCase(*service->client, file, *options,
+                              absl::StrCat("golden-", getpid(), "-", reports.size())));
+  }
+  if (service->child != nullptr) {
+    const absl::StatusOr<int> exit_code = service->child->Stop();
+    if (!exit_code.ok()) return exit_code.status();
+    if (*exit_code != 0) {
+      return absl::InternalError(absl::StrCat("the service ended with exit code ", *exit_code,
+                                              "; its log:\n", service->child->Log()));
+    }
+  }
+  return reports;
+}
+
+}  // namespace
+
+int RunGolden(absl::Span<char* const> positional) {
+  const absl::StatusOr<std::vector<CaseReport>> reports = RunCases(positional);
+  if (!reports.ok()) {
+    std::fprintf(stderr, "lmhead-bench golden: %s\n",
+                 std::string(reports.status().message()).c_str());
+    return kExitNotRun;
+  }
+  const std::string text = absl::GetFlag(FLAGS_json) ? RenderJson(*reports) : RenderTable(*reports);
+  std::fputs(text.c_str(), stdout);
+  const bool failed = std::any_of(reports->begin(), reports->end(), [](const CaseReport& report) {
+    return report.status == CaseStatus::kFailed;
+  });
+  return failed ? kExitFailed : 0;
+}
+
+}  // namespace lmhead::bench

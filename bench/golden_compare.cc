@@ -1,0 +1,88 @@
+#include "bench/golden_compare.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+namespace lmhead::bench {
+namespace {
+
+// A few roundings of float32, which every output is computed in.
+constexpr double kFloorFloat32 = 2e-6;
+
+// One rounding of bfloat16 is half of 2^-8 of the value.
+constexpr double kFloorBFloat16 = 1.0 / 512;
+
+struct Distance {
+  double rel = 0.0;
+  double max_abs = 0.0;
+};
+
+// |got - exact|, 0 for equal infinities and not a number where either is not one.
+double Difference(double got, double exact) { return got == exact ? 0.0 : std::abs(got - exact); }
+
+Distance DistanceOf(const std::vector<double>& got, const std::vector<double>& exact) {
+  if (got.size() != exact.size()) {
+    return {std::numeric_limits<double>::infinity(), std::numeric_limits<double>::infinity()};
+  }
+  double squares = 0.0;
+  double exact_squares = 0.0;
+  Distance distance;
+  for (size_t i = 0; i < got.size(); ++i) {
+    const double difference = Difference(got[i], exact[i]);
+    squares += difference * difference;
+    exact_squares += exact[i] * exact[i];
+    if (!(difference <= distance.max_abs)) distance.max_abs = difference;
+  }
+  distance.rel = exact_squares > 0.0 ? std::sqrt(squares / exact_squares) : std::sqrt(squares);
+  return distance;
+}
+
+// Share and number of unequal entries.
+Distance MismatchesOf(const std::vector<double>& got, const std::vector<double>& exact) {
+  if (got.size() != exact.size()) return DistanceOf(got, exact);
+  double mismatches = 0.0;
+  for (size_t i = 0; i < got.size(); ++i) mismatches += got[i] == exact[i] ? 0.0 : 1.0;
+  return {mismatches / static_cast<double>(got.size()), mismatches};
+}
+
+bool IsGradient(const std::string& name) { return name.starts_with("grad_"); }
+
+double LargestMagnitude(const std::vector<double>& values) {
+  double largest = 0.0;
+  for (const double value : values) largest = std::max(largest, std::abs(value));
+  return largest;
+}
+
+}  // namespace
+
+void OutputError::Worsen(const OutputError& other) {
+  // Errors that are not a number compare as the largest.
+  if (!(other.rel <= rel)) {
+    rel = other.rel;
+    rel_limit = other.rel_limit;
+  }
+  if (!(other.max_abs <= max_abs)) {
+    max_abs = other.max_abs;
+    max_abs_limit = other.max_abs_limit;
+  }
+}
+
+OutputError CompareOutput(const std::string& name, const std::vector<double>& got,
+                          const std::vector<double>& exact, const std::vector<double>& plain,
+                          DType dtype) {
+  const bool counts = name == "argmax" || name == "num_valid_tokens";
+  const Distance distance = counts ? MismatchesOf(got, exact) : DistanceOf(got, exact);
+  const Distance yardstick = counts ? MismatchesOf(plain, exact) : DistanceOf(plain, exact);
+  // Gradients are made of rounded logits' gradients; everything else leaves in float32.
+  const double floor = counts                                          ? 0.0
+                       : dtype == DType::kBFloat16 && IsGradient(name) ? kFloorBFloat16
+                                                                       : kFloorFloat32;
+  const double magnitude = LargestMagnitude(exact);
+  return {.rel = distance.rel,
+          .max_abs = distance.max_abs,
+          .rel_limit = 2.0 * yardstick.rel + (magnitude > 0.0 ? floor : 0.0),
+          .max_abs_limit = 2.0 * yardstick.max_abs + floor * magnitude};
+}
+
+}  // namespace lmhead::bench

@@ -1,0 +1,33 @@
+// What `lmhead-bench golden` prints.
+
+#ifndef LMHEAD_BENCH_GOLDEN_REPORT_H_
+#define LMHEAD_BENCH_GOLDEN_REPORT_H_
+
+#include <map>
+#include <string>
+#include <vector>
+
+#include "bench/golden_compare.h"
+
+namespace lmhead::bench {
+
+enum class CaseStatus { kPassed, kFailed, kNotYet };
+
+// One case over all schedules.
+struct CaseReport {
+  std::string name;
+  CaseStatus status = CaseStatus::kPassed;
+  std::string detail;                          // Why it failed, or what is not there yet.
+  std::map<std::string, OutputError> outputs;  // The worst over the schedules.
+};
+
+// An aligned table, a line a case, then what failed and why, what is not there yet, and a summary.
+std::string RenderTable(const std::vector<CaseReport>& reports);
+
+// {"cases": [{"name", "status", "detail", "outputs": {name: {"rel", "max_abs"}}}], "passed",
+// "failed", "not_yet"} on one line.
+std::string RenderJson(const std::vector<CaseReport>& reports);
+
+}  // namespace lmhead::bench
+
+#endif  // LMHEAD_BENCH_GOLDEN_REPORT_H_
