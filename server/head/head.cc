@@ -6,6 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "proto/types/limits.h"
+#include "spdlog/spdlog.h"
 
 namespace lmhead {
 namespace {

@@ -4,6 +4,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "proto/types/limits.h"
+#include "spdlog/spdlog.h"
 
 namespace lmhead {
 namespace {
@@ -21,6 +22,14 @@ const char* DifferingField(const HeadSpec& a, const HeadSpec& b) {
   if (a.schedule != b.schedule) return "schedule";
   if (a.batch_tokens != b.batch_tokens) return "batch_tokens";
   return "weight_init";
+}
+
+void LogCreated(const Head& head) {
+  const HeadSpec& spec = head.spec();
+  spdlog::info("head {}: created [{}, {}] {}, {}, schedule {}, {} bytes reserved", spec.name,
+               spec.vocab_size, spec.hidden_size, std::string(DTypeName(spec.weight_dtype)),
+               spec.trainable ? "trainable" : "frozen",
+               std::string(ScheduleName(head.plan().schedule)), head.plan().TotalBytes());
 }
 
 }  // namespace
@@ -54,6 +63,7 @@ absl::StatusOr<std::shared_ptr<Head>> HeadRegistry::Create(const HeadSpec& spec)
     budget_->Release(spec.name);
     return head.status();
   }
+  LogCreated(**head);
   absl::MutexLock lock(&mu_);
   heads_.emplace(spec.name, *head);
   return head;
@@ -93,6 +103,7 @@ absl::Status HeadRegistry::Delete(const std::string& name, bool force) {
   }
   (*found)->Close();
   budget_->Release(name);
+  spdlog::info("head {}: deleted", name);
   return absl::OkStatus();
 }
 

@@ -67,8 +67,7 @@ HeadStream::HeadStream(std::shared_ptr<Head> head, std::shared_ptr<Step> step, S
 HeadStream::~HeadStream() { Detach(); }
 
 void HeadStream::Detach() {
-  if (attached_) step_->DetachStream(spec_.worker, spec_.stream_index);
-  attached_ = false;
+  if (attached_.exchange(false)) step_->DetachStream(spec_.worker, spec_.stream_index);
 }
 
 std::string HeadStream::Where(uint64_t chunk_index) const {

@@ -91,7 +91,8 @@ class HeadStream {
   // Distinct chunks of the worker that are counted; without a step, of this stream.
   uint64_t NumChunksCounted() const;
 
-  // Gives the stream's place in the step free. Chunks on their way are counted all the same.
+  // Gives the stream's place in the step free. Chunks on their way are counted all the same. Any
+  // thread, also beside the other methods.
   void Detach();
 
   int64_t max_chunk_tokens() const { return max_chunk_tokens_; }
@@ -115,7 +116,7 @@ class HeadStream {
   const int64_t max_chunk_tokens_;
   const Schedule schedule_;
   const std::shared_ptr<std::atomic<uint64_t>> num_computed_;  // Of this stream.
-  bool attached_ = false;
+  std::atomic<bool> attached_;
 };
 
 }  // namespace lmhead

@@ -1,0 +1,483 @@
+#include "server/rpc/chunk_stream.h"
+
+#include <algorithm>
+#include <utility>
+#include <variant>
+
+#include "absl/strings/str_cat.h"
+#include "proto/types/limits.h"
+#include "proto/wire/convert.h"
+#include "proto/wire/status.h"
+#include "spdlog/spdlog.h"
+
+namespace lmhead {
+namespace {
+
+constexpr int64_t kSlotAlignment = 64;
+
+int64_t RoundUp(int64_t bytes) {
+  return (bytes + kSlotAlignment - 1) / kSlotAlignment * kSlotAlignment;
+}
+
+// The part of a slot that a message is decoded into; the rest is for the outputs.
+std::span<std::byte> DecodeSpace(StagingSlot* slot) {
+  return {slot->data, static_cast<size_t>(slot->size_bytes - OutputBytes(kChunkTokensMax))};
+}
+
+// Fields that a chunk carries although no recipe of this server asks for them.
+absl::Status CheckNoOtherFields(const ChunkView& view) {
+  const char* field = nullptr;
+  if (!view.logprob_grad.empty()) field = "logprob_grad";
+  if (!view.entropy_grad.empty()) field = "entropy_grad";
+  if (!view.old_logprob.empty()) field = "old_logprob";
+  if (!view.advantage.empty()) field = "advantage";
+  if (!view.topk_ids.empty()) field = "topk_ids";
+  if (!view.topk_logprobs.empty()) field = "topk_logprobs";
+  if (!view.teacher_hidden_states.empty()) field = "teacher_hidden_states";
+  if (field == nullptr) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat("chunk ", view.chunk_index, ": carries ", field,
+                                                 ", which the stream's recipe does not ask for"));
+}
+
+absl::StatusOr<StreamSpec> StreamSpecFromProto(const v1::StreamOpen& open, int64_t vocab_size) {
+  StreamSpec spec = {.step = open.step(),
+                     .worker = open.worker(),
+                     .incarnation = open.incarnation(),
+                     .stream_index = open.stream_index()};
+  absl::StatusOr<DType> dtype = DTypeFromProto(open.hidden_dtype(), "hidden_dtype");
+  if (!dtype.ok()) return dtype.status();
+  spec.hidden_dtype = *dtype;
+  absl::StatusOr<LossRecipe> recipe = LossRecipeFromProto(open.recipe(), vocab_size);
+  if (!recipe.ok()) return recipe.status();
+  spec.recipe = *std::move(recipe);
+  absl::StatusOr<OutputSpec> outputs = OutputSpecFromProto(open.outputs());
+  if (!outputs.ok()) return outputs.status();
+  spec.outputs = *outputs;
+  return spec;
+}
+
+std::string StreamName(const v1::StreamOpen& open) {
+  if (open.step() == 0) return absl::StrCat("evaluation stream of head ", open.head());
+  return absl::StrCat("stream ", open.stream_index(), " of worker ", open.worker(), " in step ",
+                      open.step(), " of head ", open.head());
+}
+
+}  // namespace
+
+int64_t StagingSlotBytes(int64_t chunk_bytes_max) {
+  return RoundUp(DestinationBytes(kChunkTokensMax, kTokenFieldsMax, chunk_bytes_max)) +
+         OutputBytes(kChunkTokensMax);
+}
+
+ChunkStream* ChunkStream::Start(grpc::CallbackServerContext* context,
+                                const StreamEnvironment& env) {
+  std::shared_ptr<ChunkStream> stream(new ChunkStream(context, env));
+  stream->self_ = stream;
+  if (absl::Status status = env.streams->Admit(stream); !status.ok()) {
+    absl::MutexLock lock(&stream->mu_);
+    stream->Fail(status, /*after_answers=*/false);
+  }
+  stream->Pump();
+  return stream.get();
+}
+
+ChunkStream::ChunkStream(grpc::CallbackServerContext* context, const StreamEnvironment& env)
+    : context_(context), env_(env), stalled_after_(absl::Now() + env.stall_timeout) {}
+
+ChunkStream::~ChunkStream() = default;
+
+// --- The pump ---
+
+void ChunkStream::Pump() {
+  const std::shared_ptr<ChunkStream> alive = shared_from_this();
+  {
+    absl::MutexLock lock(&mu_);
+    if (pumping_) return;
+    pumping_ = true;
+  }
+  for (;;) {
+    Action action;
+    {
+      absl::MutexLock lock(&mu_);
+      action = NextAction();
+      if (action == Action::kNone) {
+        pumping_ = false;
+        return;
+      }
+    }
+    Perform(action);
+  }
+}
+
+ChunkStream::Action ChunkStream::NextAction() {
+  if (!spare_slots_.empty()) return Action::kReleaseSlots;
+  if (finished_) return Action::kNone;
+  if (std::exchange(cancel_, false)) return Action::kCancel;
+  if (!writing_) {
+    if (const Action action = NextWrite(); action != Action::kNone) return action;
+  }
+  return NextRead();
+}
+
+ChunkStream::Action ChunkStream::NextWrite() {
+  // A chunk that could not be computed ends the stream in its turn.
+  if (!IsOver() && !pending_.empty() && pending_.front().answer.has_value() &&
+      !pending_.front().answer->ok()) {
+    Fail(pending_.front().answer->status(), /*after_answers=*/false);
+  }
+  if (IsOver() || (failure_.has_value() && pending_.empty())) return StartFinish(*failure_);
+  if (opened_.has_value()) {
+    control_ = std::exchange(opened_, std::nullopt);
+  } else if (!pending_.empty() && pending_.front().answer.has_value()) {
+    outgoing_ = std::move(pending_.front());
+    pending_.pop_front();
+    ++first_sequence_;
+  } else if (phase_ == Phase::kEnded && pending_.empty() && !ended_written_) {
+    ended_written_ = true;
+    v1::StreamEnded ended;
+    ended.set_num_chunks_counted(head_stream_->NumChunksCounted());
+    control_ = EncodeResponse(ended);
+    head_stream_->Detach();  // Before the client knows: it may open the next stream at once.
+  } else if (ended_written_ && reading_ == Reading::kClosed) {
+    return StartFinish(absl::OkStatus());
+  } else {
+    return Action::kNone;
+  }
+  writing_ = true;
+  write_started_ = absl::Now();
+  stalled_after_ = write_started_ + env_.stall_timeout;
+  return Action::kWrite;
+}
+
+ChunkStream::Action ChunkStream::NextRead() {
+  if (failure_.has_value() || reading_ != Reading::kIdle) return Action::kNone;
+  if (phase_ == Phase::kChunks) {
+    const size_t num_inflight = pending_.size() + (writing_ ? 1 : 0);
+    if (num_inflight >= static_cast<size_t>(env_.max_inflight_chunks)) return Action::kNone;
+    if (read_slot_ == nullptr) {
+      reading_ = Reading::kAwaitingSlot;
+      return Action::kAcquireSlot;
+    }
+  }
+  reading_ = Reading::kStarted;
+  return Action::kRead;
+}
+
+ChunkStream::Action ChunkStream::StartFinish(const absl::Status& status) {
+  finished_ = true;
+  final_status_ = ToGrpcStatus(status);
+  if (reading_ != Reading::kStarted && read_slot_ != nullptr) {
+    spare_slots_.push_back(std::exchange(read_slot_, nullptr));
+  }
+  if (!status.ok()) {
+    const auto level = absl::IsCancelled(status) ? spdlog::level::debug : spdlog::level::warn;
+    spdlog::log(level, "{} ended: {}", name_, status.ToString());
+  }
+  return Action::kFinish;
+}
+
+void ChunkStream::Perform(Action action) {
+  switch (action) {
+    case Action::kNone:
+      return;
+    case Action::kReleaseSlots: {
+      std::vector<StagingSlot*> slots;
+      {
+        absl::MutexLock lock(&mu_);
+        slots.swap(spare_slots_);
+      }
+      for (StagingSlot* slot : slots) env_.slots->Release(slot);
+      return;
+    }
+    case Action::kAcquireSlot:
+      return AcquireSlot();
+    case Action::kRead:
+      read_message_.Clear();
+      return StartRead(&read_message_);
+    case Action::kWrite:
+      return Write();
+    case Action::kCancel:
+      return context_->TryCancel();
+    case Action::kFinish:
+      return FinishStream();
+  }
+}
+
+void ChunkStream::AcquireSlot() {
+  const uint64_t wait = env_.slots->Acquire(
+      [self = shared_from_this()](StagingSlot* slot) { self->SlotReady(slot); });
+  absl::MutexLock lock(&mu_);
+  slot_wait_ = wait;
+}
+
+void ChunkStream::Write() {
+  if (control_.has_value()) {
+    write_message_ = *std::exchange(control_, std::nullopt);
+  } else {
+    const ComputedChunk& chunk = **outgoing_.answer;
+    const ResultView view = {.chunk_index = chunk.chunk_index,
+                             .num_tokens = chunk.num_tokens,
+                             .duplicate = chunk.duplicate,
+                             .sums = chunk.sums,
+                             .timings = chunk.timings,
+                             .token_loss = chunk.token_loss,
+                             .logprob = chunk.logprob,
+                             .lse = chunk.lse,
+                             .entropy = chunk.entropy,
+                             .argmax = chunk.argmax,
+                             .grad_hidden_states = chunk.grad_hidden_states};
+    write_message_ =
+        EncodeResponse(view, [pool = env_.slots, slot = outgoing_.slot] { pool->Release(slot); });
+    outgoing_ = {};
+  }
+  env_.metrics->AddBytes(0, static_cast<int64_t>(write_message_.Length()));
+  StartWrite(&write_message_);
+}
+
+void ChunkStream::FinishStream() {
+  std::shared_ptr<HeadStream> head_stream;
+  uint64_t wait = 0;
+  {
+    absl::MutexLock lock(&mu_);
+    head_stream = head_stream_;
+    wait = slot_wait_;
+  }
+  if (wait != 0) env_.slots->CancelWait(wait);
+  if (head_stream != nullptr) head_stream->Detach();
+  Finish(final_status_);
+}
+
+// --- Events ---
+
+void ChunkStream::Fail(const absl::Status& status, bool after_answers) {
+  if (IsOver() || (after_answers && failure_.has_value())) return;
+  failure_ = status;
+  failure_waits_ = after_answers;
+  if (after_answers) return;
+  for (Pending& pending : pending_) {
+    // What is still being computed keeps its slot until then.
+    if (!pending.answer.has_value() || pending.slot == nullptr) continue;
+    spare_slots_.push_back(std::exchange(pending.slot, nullptr));
+  }
+}
+
+void ChunkStream::WakeLocked() {
+  if (!pumping_) env_.streams->Wake(shared_from_this());
+}
+
+void ChunkStream::SlotReady(StagingSlot* slot) {
+  {
+    absl::MutexLock lock(&mu_);
+    if (!IsOver()) {
+      read_slot_ = std::exchange(slot, nullptr);
+      reading_ = Reading::kIdle;
+      WakeLocked();
+    }
+  }
+  if (slot != nullptr) env_.slots->Release(slot);
+}
+
+void ChunkStream::AnswerReady(uint64_t sequence, absl::StatusOr<ComputedChunk> answer) {
+  StagingSlot* unwanted = nullptr;
+  {
+    absl::MutexLock lock(&mu_);
+    Pending& pending = pending_[sequence - first_sequence_];
+    pending.answer = std::move(answer);
+    if (IsOver()) {
+      unwanted = std::exchange(pending.slot, nullptr);
+    } else {
+      WakeLocked();
+    }
+  }
+  if (unwanted != nullptr) env_.slots->Release(unwanted);
+}
+
+void ChunkStream::CheckStalled(absl::Time now) {
+  {
+    absl::MutexLock lock(&mu_);
+    if (finished_ || now < stalled_after_) return;
+    const std::string seconds = absl::FormatDuration(env_.stall_timeout);
+    if (writing_) {
+      spdlog::warn("{}: its client has not taken an answer for {}; cancelling it", name_, seconds);
+      cancel_ = true;
+      Fail(absl::CancelledError("the client has not read"), /*after_answers=*/false);
+    } else {
+      Fail(absl::DeadlineExceededError(absl::StrCat(
+               "the client has kept the stream waiting for ", seconds,
+               phase_ == Phase::kOpening ? ": no `open` came" : ": not closed after `ended`")),
+           /*after_answers=*/false);
+    }
+  }
+  Pump();
+}
+
+void ChunkStream::OnReadDone(bool ok) {
+  Phase phase;
+  StagingSlot* slot = nullptr;
+  std::shared_ptr<HeadStream> head_stream;
+  {
+    absl::MutexLock lock(&mu_);
+    phase = phase_;
+    slot = std::exchange(read_slot_, nullptr);
+    head_stream = head_stream_;
+    if (!ok) {
+      reading_ = Reading::kClosed;
+      if (slot != nullptr) spare_slots_.push_back(slot);
+      if (phase != Phase::kEnded && !failure_.has_value()) {
+        Fail(absl::FailedPreconditionError(
+                 phase == Phase::kOpening
+                     ? "the client closed the stream before it sent `open`"
+                     : "the client closed the stream without `end`; chunks that were answered are "
+                       "counted: open a stream again and send what is missing, then `end`"),
+             /*after_answers=*/true);
+      }
+    }
+  }
+  if (!ok) return Pump();
+  env_.metrics->AddBytes(static_cast<int64_t>(read_message_.Length()), 0);
+  absl::Status status;
+  if (phase == Phase::kOpening) {
+    status = HandleOpen();
+  } else if (phase == Phase::kChunks) {
+    status = HandleChunkOrEnd(*head_stream, slot);
+  } else {
+    status = absl::InvalidArgumentError("got a message after `end`; wanted the stream closed");
+  }
+  {
+    absl::MutexLock lock(&mu_);
+    reading_ = Reading::kIdle;
+    if (!status.ok()) Fail(status, /*after_answers=*/phase != Phase::kOpening);
+  }
+  Pump();
+}
+
+void ChunkStream::OnWriteDone(bool ok) {
+  write_message_.Clear();
+  {
+    absl::MutexLock lock(&mu_);
+    writing_ = false;
+    // After `ended` it is still the client's turn: to close.
+    stalled_after_ = ended_written_ ? absl::Now() + env_.stall_timeout : absl::InfiniteFuture();
+    env_.metrics->ObserveStage(ChunkStage::kWrite,
+                               absl::ToDoubleSeconds(absl::Now() - write_started_));
+    if (!ok) Fail(absl::CancelledError("the client is gone"), /*after_answers=*/false);
+  }
+  Pump();
+}
+
+void ChunkStream::OnCancel() {
+  {
+    absl::MutexLock lock(&mu_);
+    Fail(absl::CancelledError("the client is gone"), /*after_answers=*/false);
+  }
+  Pump();
+}
+
+void ChunkStream::OnDone() {
+  std::shared_ptr<HeadStream> head_stream;  // Detached and destroyed without the lock.
+  {
+    absl::MutexLock lock(&mu_);
+    head_stream = std::move(head_stream_);
+  }
+  env_.streams->Remove(this);
+  const std::shared_ptr<ChunkStream> self = std::move(self_);
+}
+
+// --- Messages ---
+
+absl::Status ChunkStream::HandleOpen() {
+  absl::StatusOr<DecodedRequest> request = DecodeRequest(&read_message_, {});
+  const v1::StreamOpen* open = request.ok() ? std::get_if<v1::StreamOpen>(&*request) : nullptr;
+  if (open == nullptr) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("the first message of a stream must be `open`",
+                     request.ok() ? "" : absl::StrCat(": ", request.status().message())));
+  }
+  absl::StatusOr<std::shared_ptr<Head>> head = env_.heads->Find(open->head());
+  if (!head.ok()) return head.status();
+  absl::StatusOr<StreamSpec> spec = StreamSpecFromProto(*open, (*head)->spec().vocab_size);
+  if (!spec.ok()) return spec.status();
+  const auto on_abort = [weak = weak_from_this()](const absl::Status& status) {
+    const std::shared_ptr<ChunkStream> stream = weak.lock();
+    if (stream == nullptr) return;
+    absl::MutexLock lock(&stream->mu_);
+    stream->Fail(status, /*after_answers=*/false);
+    stream->WakeLocked();
+  };
+  absl::StatusOr<std::unique_ptr<HeadStream>> stream =
+      (*head)->OpenStream(*std::move(spec), on_abort);
+  if (!stream.ok()) return stream.status();
+
+  v1::StreamOpened opened;
+  opened.set_incarnation(env_.incarnation);
+  opened.set_max_chunk_tokens((*stream)->max_chunk_tokens());
+  opened.set_max_inflight_chunks(env_.max_inflight_chunks);
+  opened.set_schedule(ScheduleToProto((*stream)->schedule()));
+  absl::MutexLock lock(&mu_);
+  head_stream_ = *std::move(stream);
+  name_ = StreamName(*open);
+  opened_ = EncodeResponse(opened);
+  phase_ = Phase::kChunks;
+  stalled_after_ = absl::InfiniteFuture();
+  return absl::OkStatus();
+}
+
+absl::Status ChunkStream::HandleChunkOrEnd(HeadStream& head_stream, StagingSlot* slot) {
+  const absl::Time start = absl::Now();
+  absl::StatusOr<DecodedRequest> request = DecodeRequest(&read_message_, DecodeSpace(slot));
+  absl::Status status = request.status();
+  if (request.ok()) {
+    if (const auto* chunk = std::get_if<DecodedChunk>(&*request)) {
+      env_.metrics->ObserveStage(ChunkStage::kReceive, absl::ToDoubleSeconds(absl::Now() - start));
+      status = HandleChunk(head_stream, *chunk, slot);
+      if (status.ok()) return status;  // The slot is the chunk's now.
+    } else if (const auto* end = std::get_if<v1::StreamEnd>(&*request)) {
+      status = head_stream.End(end->num_chunks());
+      absl::MutexLock lock(&mu_);
+      spare_slots_.push_back(slot);
+      if (status.ok()) phase_ = Phase::kEnded;
+      return status;
+    } else {
+      status = absl::InvalidArgumentError("the stream is open already; got a second `open`");
+    }
+  }
+  env_.metrics->CountChunk(ChunkOutcome::kRejected);
+  absl::MutexLock lock(&mu_);
+  spare_slots_.push_back(slot);
+  return status;
+}
+
+absl::Status ChunkStream::HandleChunk(HeadStream& head_stream, const DecodedChunk& decoded,
+                                      StagingSlot* slot) {
+  const ChunkView& view = decoded.view;
+  if (absl::Status status = CheckNoOtherFields(view); !status.ok()) return status;
+  const std::span<std::byte> space = {slot->data, static_cast<size_t>(slot->size_bytes)};
+  ArrivedChunk chunk = {.chunk_index = view.chunk_index,
+                        .num_tokens = view.num_tokens,
+                        .grad_scale = view.grad_scale.value_or(1.0f),
+                        .checksum = decoded.actual_checksum,
+                        .targets = view.targets,
+                        .token_weights = view.token_weights,
+                        .token_temperature = view.token_temperature,
+                        .output_space = space.subspan(RoundUp(decoded.bytes_used))};
+  if (!view.hidden_states.empty()) {
+    chunk.hidden_states =
+        space.subspan(view.hidden_states.data() - slot->data, view.hidden_states.size());
+  }
+  uint64_t sequence = 0;
+  {
+    absl::MutexLock lock(&mu_);
+    sequence = first_sequence_ + pending_.size();
+    pending_.push_back({.slot = slot});
+  }
+  absl::Status status = head_stream.Submit(
+      chunk, [self = shared_from_this(), sequence](absl::StatusOr<ComputedChunk> answer) {
+        self->AnswerReady(sequence, std::move(answer));
+      });
+  if (status.ok()) return status;
+  absl::MutexLock lock(&mu_);
+  pending_.pop_back();
+  return status;
+}
+
+}  // namespace lmhead

@@ -1,0 +1,92 @@
+#include "server/rpc/stream_set.h"
+
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "proto/types/check.h"
+#include "server/rpc/chunk_stream.h"
+
+namespace lmhead {
+namespace {
+
+// How often streams are checked for having stalled.
+constexpr absl::Duration kWatchPeriod = absl::Milliseconds(250);
+
+}  // namespace
+
+StreamSet::StreamSet(int32_t max_streams, int32_t num_threads) : max_streams_(max_streams) {
+  for (int32_t i = 0; i < num_threads; ++i) threads_.emplace_back([this] { PumpLoop(); });
+  threads_.emplace_back([this] { WatchLoop(); });
+}
+
+StreamSet::~StreamSet() {
+  {
+    absl::MutexLock lock(&mu_);
+    stopping_ = true;
+  }
+  for (std::thread& thread : threads_) thread.join();
+  LMHEAD_CHECK(streams_.empty(), "streams are still open");
+}
+
+absl::Status StreamSet::Admit(std::shared_ptr<ChunkStream> stream) {
+  absl::MutexLock lock(&mu_);
+  if (static_cast<int32_t>(streams_.size()) < max_streams_) {
+    streams_.emplace(stream.get(), stream);
+    return absl::OkStatus();
+  }
+  return absl::ResourceExhaustedError(
+      absl::StrCat(max_streams_,
+                   " ComputeLoss streams are open, and this server takes no more, so that each of "
+                   "them can hold a staging slot; close one, use fewer connections a worker, or "
+                   "start the server with more --staging_slots and --max_streams"));
+}
+
+void StreamSet::Remove(ChunkStream* stream) {
+  std::shared_ptr<ChunkStream> removed;  // Destroyed without the lock.
+  absl::MutexLock lock(&mu_);
+  const auto it = streams_.find(stream);
+  if (it == streams_.end()) return;
+  removed = std::move(it->second);
+  streams_.erase(it);
+}
+
+void StreamSet::Wake(std::shared_ptr<ChunkStream> stream) {
+  absl::MutexLock lock(&mu_);
+  woken_.push_back(std::move(stream));
+}
+
+int32_t StreamSet::num_open() const {
+  absl::MutexLock lock(&mu_);
+  return static_cast<int32_t>(streams_.size());
+}
+
+void StreamSet::PumpLoop() {
+  const auto has_work = [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    return stopping_ || !woken_.empty();
+  };
+  for (;;) {
+    std::shared_ptr<ChunkStream> stream;
+    {
+      absl::MutexLock lock(&mu_);
+      mu_.Await(absl::Condition(&has_work));
+      if (woken_.empty()) return;
+      stream = std::move(woken_.front());
+      woken_.pop_front();
+    }
+    stream->Pump();
+  }
+}
+
+void StreamSet::WatchLoop() {
+  for (;;) {
+    std::vector<std::shared_ptr<ChunkStream>> streams;
+    {
+      absl::MutexLock lock(&mu_);
+      if (mu_.AwaitWithTimeout(absl::Condition(&stopping_), kWatchPeriod)) return;
+      for (const auto& [key, stream] : streams_) streams.push_back(stream);
+    }
+    for (const std::shared_ptr<ChunkStream>& stream : streams) stream->CheckStalled(absl::Now());
+  }
+}
+
+}  // namespace lmhead

@@ -1,0 +1,59 @@
+// The ComputeLoss streams that are open: how many may be, who pumps them, and which have stalled.
+//
+// Answers become ready on the executor's thread and slots become free in callbacks deep inside
+// gRPC; neither may start gRPC operations itself (a write may spend a millisecond in the socket, a
+// callback may hold gRPC's locks). They wake the stream instead, and a thread of this set pumps it.
+
+#ifndef LMHEAD_SERVER_RPC_STREAM_SET_H_
+#define LMHEAD_SERVER_RPC_STREAM_SET_H_
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+
+namespace lmhead {
+
+class ChunkStream;
+
+// Thread-safe.
+class StreamSet {
+ public:
+  // At most max_streams at once; each is woken by one of num_threads threads.
+  StreamSet(int32_t max_streams, int32_t num_threads);
+  ~StreamSet();  // REQUIRES: no stream is left.
+  StreamSet(const StreamSet&) = delete;
+  StreamSet& operator=(const StreamSet&) = delete;
+
+  // Takes a stream in, until Remove. RESOURCE_EXHAUSTED when there are max_streams.
+  absl::Status Admit(std::shared_ptr<ChunkStream> stream);
+  void Remove(ChunkStream* stream);
+
+  // Has a thread call stream->Pump() soon.
+  void Wake(std::shared_ptr<ChunkStream> stream);
+
+  int32_t num_open() const;
+  int32_t max_streams() const { return max_streams_; }
+
+ private:
+  void PumpLoop();
+  void WatchLoop();
+
+  const int32_t max_streams_;
+  mutable absl::Mutex mu_;
+  std::unordered_map<ChunkStream*, std::shared_ptr<ChunkStream>> streams_ ABSL_GUARDED_BY(mu_);
+  std::deque<std::shared_ptr<ChunkStream>> woken_ ABSL_GUARDED_BY(mu_);
+  bool stopping_ ABSL_GUARDED_BY(mu_) = false;
+  std::vector<std::thread> threads_;  // Last: they start when everything else is there.
+};
+
+}  // namespace lmhead
+
+#endif  // LMHEAD_SERVER_RPC_STREAM_SET_H_
