@@ -36,7 +36,7 @@ static_assert(sizeof(RowStats) == 48);
 struct RowLoss {
   enum State : int32_t { kIgnored = 0, kValid = 1, kNonfinite = 2 };
 
-  float token_loss;  // cross_entropy + z_loss; 0 unless valid, like logprob.
+  float cross_entropy;  // 0 unless valid, like z_loss and logprob.
   float logprob;
   float lse;
   float entropy;

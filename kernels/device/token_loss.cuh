@@ -26,15 +26,14 @@ __device__ __forceinline__ RowLoss ValidRowLoss(const RowStats& stats, const Tar
   loss.class_weight = class_weight;
   loss.logprob =
       masked ? MinusInfinity() : fminf(0.0f, (stats.target_logit - stats.logits_max) - log_sum);
-  float cross_entropy = q.hard != 0.0f ? -q.hard * loss.logprob : 0.0f;
+  loss.cross_entropy = q.hard != 0.0f ? -q.hard * loss.logprob : 0.0f;
   if (q.uniform_sum != 0.0f) {
     // In double: lse and the mean of z may be large and nearly equal.
     const double lse = static_cast<double>(stats.logits_max) + log_sum;
-    cross_entropy +=
+    loss.cross_entropy +=
         static_cast<float>(q.uniform * (stats.smoothing_weight * lse - stats.smoothing_sum));
   }
   loss.z_loss = z_loss != 0.0f ? z_loss * loss.lse * loss.lse : 0.0f;
-  loss.token_loss = cross_entropy + loss.z_loss;
   return loss;
 }
 
