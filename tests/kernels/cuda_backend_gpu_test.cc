@@ -1,0 +1,222 @@
+// What the conformance suite does not ask: order and overlap of batches, memory, size, errors.
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <random>
+#include <string>
+#include <vector>
+
+#include "absl/synchronization/blocking_counter.h"
+#include "absl/synchronization/notification.h"
+#include "kernels/reference/reference.h"
+#include "server/compute/cuda_backend.h"
+#include "tests/kernels/gpu_fault.h"
+
+namespace lmhead {
+namespace {
+
+using testing::HasSubstr;
+
+HeadSpec TrainableSpec(int64_t vocab_size, int64_t hidden_size, int64_t batch_tokens) {
+  return {.name = "lm",
+          .vocab_size = vocab_size,
+          .hidden_size = hidden_size,
+          .weight_dtype = DType::kBFloat16,
+          .trainable = true,
+          .optimizer = {.kind = OptimizerKind::kSgd},
+          .schedule = Schedule::kRetain,
+          .batch_tokens = batch_tokens,
+          .weight_init = {.kind = WeightInitKind::kNormal, .std = 0.2, .seed = 5}};
+}
+
+MemoryPlan PlanOf(const HeadSpec& spec) {
+  return PlanForSchedule(spec, spec.schedule, {.backend = BackendKind::kCuda});
+}
+
+// A head on the first GPU.
+struct Head {
+  explicit Head(const HeadSpec& spec) : plan(PlanOf(spec)) {
+    auto created = CreateCudaBackend(spec, plan, &account, /*device=*/0);
+    EXPECT_TRUE(created.ok()) << created.status();
+    if (created.ok()) backend = *std::move(created);
+  }
+
+  MemoryPlan plan;
+  MemoryAccount account;
+  std::unique_ptr<ComputeBackend> backend;
+};
+
+// Rows of bfloat16 hidden states, with room for their gradient.
+struct Rows {
+  Rows(int64_t count, int64_t hidden_size, int64_t vocab_size, uint32_t seed)
+      : hidden(count * hidden_size), grad(count * hidden_size), targets(count), loss(count) {
+    std::mt19937 random(seed);
+    std::normal_distribution<float> normal;
+    for (uint16_t& value : hidden) value = FloatToBFloat16(normal(random));
+    std::uniform_int_distribution<int32_t> target(0, static_cast<int32_t>(vocab_size) - 1);
+    for (int32_t& value : targets) value = target(random);
+    chunk = {.hidden_states = {hidden.data(), count, hidden_size, DType::kBFloat16},
+             .targets = targets,
+             .grad_hidden_states = {grad.data(), count, hidden_size, DType::kBFloat16},
+             .token_loss = loss.data()};
+  }
+
+  std::vector<uint16_t> hidden;
+  std::vector<uint16_t> grad;
+  std::vector<int32_t> targets;
+  std::vector<float> loss;
+  ChunkRows chunk;
+};
+
+absl::StatusOr<BatchOutput> Compute(ComputeBackend* backend, const ChunkRows& chunk,
+                                    BackwardMode mode) {
+  const LossRecipe recipe;
+  absl::StatusOr<BatchOutput> output;
+  absl::Notification done;
+  backend->ComputeBatch({&recipe, mode, {&chunk, 1}}, [&](absl::StatusOr<BatchOutput> result) {
+    output = std::move(result);
+    done.Notify();
+  });
+  done.WaitForNotification();
+  return output;
+}
+
+class CudaBackendTest : public testing::Test {
+ protected:
+  void SetUp() override {
+    std::string why_not;
+    if (!CudaAvailable(&why_not)) GTEST_SKIP() << why_not;
+  }
+};
+
+TEST_F(CudaBackendTest, ManyBatchesUnderWayAnswerInOrderAndAlike) {
+  constexpr int kBatches = 24;
+  const HeadSpec spec = TrainableSpec(4099, 64, 256);
+  Head head(spec);
+  std::vector<Rows> rows;
+  for (int i = 0; i < kBatches; ++i) rows.emplace_back(1 + 10 * i, 64, 4099, i);
+  const LossRecipe recipe;
+  std::vector<int> order;
+  std::vector<double> sums(kBatches);
+  absl::BlockingCounter done(kBatches);
+  for (int i = 0; i < kBatches; ++i) {
+    rows[i].chunk.targets = rows[i].targets;
+    head.backend->ComputeBatch({&recipe, BackwardMode::kHiddenAndWeight, {&rows[i].chunk, 1}},
+                               [&, i](absl::StatusOr<BatchOutput> result) {
+                                 ASSERT_TRUE(result.ok()) << result.status();
+                                 order.push_back(i);
+                                 sums[i] = result->sums[0].loss_sum;
+                                 EXPECT_EQ(result->sums[0].num_tokens, 1 + 10 * i);
+                                 EXPECT_GT(result->timings.compute_seconds, 0.0);
+                                 done.DecrementCount();
+                               });
+  }
+  done.Wait();
+  for (int i = 0; i < kBatches; ++i) {
+    EXPECT_EQ(order[i], i);
+    const std::vector<uint16_t> grad = rows[i].grad;
+    const auto alone = Compute(head.backend.get(), rows[i].chunk, BackwardMode::kHidden);
+    ASSERT_TRUE(alone.ok()) << alone.status();
+    EXPECT_EQ(alone->sums[0].loss_sum, sums[i]);
+    EXPECT_EQ(rows[i].grad, grad);
+  }
+}
+
+TEST_F(CudaBackendTest, MemoryIsThePlanAndComesBack) {
+  const HeadSpec spec = TrainableSpec(50021, 256, 512);
+  { Head warm_up(TrainableSpec(64, 8, 16)); }  // Modules and cuBLASLt's handle stay.
+  const int64_t used_before = DescribeCudaDevice(0)->used_bytes;
+  MemoryPlan plan;
+  {
+    Head head(spec);
+    plan = head.plan;
+    EXPECT_EQ(head.account.Read().total.live_bytes, plan.TotalBytes());
+    const int64_t used = DescribeCudaDevice(0)->used_bytes - used_before;
+    EXPECT_GE(used, plan.TotalBytes());
+    Rows rows(500, 256, 50021, 1);
+    for (int i = 0; i < 20; ++i) {
+      ASSERT_TRUE(Compute(head.backend.get(), rows.chunk, BackwardMode::kHiddenAndWeight).ok());
+    }
+    EXPECT_EQ(head.account.Read().total.peak_process_bytes, plan.TotalBytes());
+    head.backend.reset();
+    EXPECT_EQ(head.account.Read().total.live_bytes, 0);
+  }
+  EXPECT_LT(DescribeCudaDevice(0)->used_bytes - used_before, plan.TotalBytes() / 2);
+}
+
+TEST_F(CudaBackendTest, AHeadThatDoesNotFitIsRefusedWithTheBreakdown) {
+  HeadSpec spec = TrainableSpec(int64_t{1} << 30, 4096, 4096);
+  spec.weight_init = {};
+  MemoryAccount account;
+  const auto created = CreateCudaBackend(spec, PlanOf(spec), &account, 0);
+  EXPECT_EQ(created.status().code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_THAT(std::string(created.status().message()), HasSubstr("logits_scratch"));
+  EXPECT_EQ(account.Read().total.live_bytes, 0);
+  Head small(TrainableSpec(64, 8, 16));  // The refusal leaves the device usable.
+  EXPECT_NE(small.backend, nullptr);
+}
+
+// 2^31 logits: the last rows lie beyond what 32 bits can index.
+TEST_F(CudaBackendTest, OffsetsBeyondThirtyTwoBits) {
+  constexpr int64_t kTokens = 16384;
+  constexpr int64_t kVocab = 131072;
+  constexpr int64_t kHidden = 64;
+  Head head(TrainableSpec(kVocab, kHidden, kTokens));
+  Rows rows(kTokens, kHidden, kVocab, 3);
+  const auto output = Compute(head.backend.get(), rows.chunk, BackwardMode::kHiddenAndWeight);
+  ASSERT_TRUE(output.ok()) << output.status();
+  std::vector<uint16_t> weight(kVocab * kHidden);
+  ASSERT_TRUE(
+      head.backend
+          ->ReadRows(TensorKind::kWeight, 0, {weight.data(), kVocab, kHidden, DType::kBFloat16})
+          .ok());
+  reference::Head oracle_head = {.vocab_size = kVocab, .hidden_size = kHidden};
+  oracle_head.weight = reference::Upcast({weight.data(), kVocab, kHidden, DType::kBFloat16});
+  for (const int64_t row : {int64_t{0}, kTokens / 2, kTokens - 1}) {
+    reference::Tokens tokens;
+    tokens.hidden_states =
+        reference::Upcast({&rows.hidden[row * kHidden], 1, kHidden, DType::kBFloat16});
+    tokens.targets = {rows.targets[row]};
+    const reference::Result want = reference::ComputeLoss(oracle_head, reference::Recipe(), tokens);
+    EXPECT_NEAR(rows.loss[row], want.token_loss[0], 4e-3 * want.token_loss[0]) << row;
+    double difference = 0.0;
+    double norm = 0.0;
+    for (int64_t h = 0; h < kHidden; ++h) {
+      const double got = BFloat16ToFloat(rows.grad[row * kHidden + h]);
+      difference += (got - want.grad_hidden_states[h]) * (got - want.grad_hidden_states[h]);
+      norm += want.grad_hidden_states[h] * want.grad_hidden_states[h];
+    }
+    EXPECT_LE(std::sqrt(difference / norm), 8e-3) << row;
+  }
+}
+
+// Runs in a process of its own: a fault ends the use of CUDA in its process.
+void FaultAndExpectPoison() {
+  Head head(TrainableSpec(1031, 32, 64));
+  Rows rows(60, 32, 1031, 1);
+  LaunchFaultingKernel();
+  const auto failed = Compute(head.backend.get(), rows.chunk, BackwardMode::kHiddenAndWeight);
+  const auto again = Compute(head.backend.get(), rows.chunk, BackwardMode::kNone);
+  const absl::Status update = head.backend->ApplyUpdate({.learning_rate = 1.0});
+  const absl::Status discard = head.backend->DiscardGradients();
+  const absl::Status norm = head.backend->GradSquaredNorm().status();
+  const bool poisoned = failed.status().code() == absl::StatusCode::kAborted &&
+                        again.status() == failed.status() && update == failed.status() &&
+                        discard == failed.status() && norm == failed.status() &&
+                        head.backend->num_updates() == 0;
+  std::fprintf(stderr, "%s\n", failed.status().ToString().c_str());
+  head.backend.reset();  // Ends without a crash.
+  MemoryAccount account;
+  const HeadSpec spec = TrainableSpec(64, 8, 16);
+  const bool refused = !CreateCudaBackend(spec, PlanOf(spec), &account, 0).ok();
+  std::_Exit(poisoned && refused ? 0 : 1);
+}
+
+TEST_F(CudaBackendTest, TheFirstErrorIsKeptAndTheProcessLives) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  EXPECT_EXIT(FaultAndExpectPoison(), testing::ExitedWithCode(0), "head lm is poisoned");
+}
+
+}  // namespace
+}  // namespace lmhead
