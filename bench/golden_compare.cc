@@ -32,7 +32,7 @@ Distance DistanceOf(const std::vector<double>& got, const std::vector<double>& e
     const double difference = Difference(got[i], exact[i]);
     squares += difference * difference;
     exact_squares += exact[i] * exact[i];
-    if (!(difference <= distance.max_abs)) distance.max_abs = difference;
+    if (IsWorse(difference, distance.max_abs)) distance.max_abs = difference;
   }
   distance.rel = exact_squares > 0.0 ? std::sqrt(squares / exact_squares) : std::sqrt(squares);
   return distance;
@@ -56,13 +56,16 @@ double LargestMagnitude(const std::vector<double>& values) {
 
 }  // namespace
 
+bool IsWorse(double error, double other) {
+  return !std::isnan(other) && (std::isnan(error) || error > other);
+}
+
 void OutputError::Worsen(const OutputError& other) {
-  // Errors that are not a number compare as the largest.
-  if (!(other.rel <= rel)) {
+  if (IsWorse(other.rel, rel)) {
     rel = other.rel;
     rel_limit = other.rel_limit;
   }
-  if (!(other.max_abs <= max_abs)) {
+  if (IsWorse(other.max_abs, max_abs)) {
     max_abs = other.max_abs;
     max_abs_limit = other.max_abs_limit;
   }

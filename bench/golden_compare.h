@@ -12,6 +12,9 @@
 
 namespace lmhead::bench {
 
+// Whether `error` is larger than `other`; one that is not a number is the largest.
+bool IsWorse(double error, double other);
+
 // Errors of one output against the exact result, and their bounds: twice the error of plain dense
 // arithmetic in the same dtype (plain_dense.h) plus a floor for the cases that it happens to hit
 // exactly. argmax counts mismatches; num_valid_tokens must be equal.
