@@ -30,7 +30,7 @@ class LocalServer {
 
   const std::string& address() const { return address_; }                  // host:port of gRPC.
   const std::string& metrics_address() const { return metrics_address_; }  // host:port of HTTP.
-  pid_t pid() const { return pid_; }
+  pid_t pid() const { return pid_; }                                       // -1 once it has ended.
 
   // SIGTERM, then waits. Returns the exit code; DEADLINE_EXCEEDED (and SIGKILL) when it does not
   // end.
@@ -39,11 +39,14 @@ class LocalServer {
   // SIGKILL and reap.
   void Kill();
 
-  // What the server has logged so far.
+  // What the server has written to its standard output and error so far.
   std::string Log() const;
 
  private:
   LocalServer() = default;
+
+  absl::Status AwaitReady(const std::string& ready_file, absl::Duration timeout);
+  std::string LogPath() const;
 
   pid_t pid_ = -1;
   std::string directory_;  // Ready file and log; removed with the server.

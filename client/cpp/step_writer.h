@@ -40,7 +40,10 @@ struct WriterSpec {
   bool send_checksums = true;  // The server verifies each chunk against it.
 };
 
-// Rows and the places for their results. All of it is borrowed until Wait() returns for the ticket.
+// Rows and the places for their results. All of it is borrowed until Wait() returns for the ticket
+// (or Finish(), Cancel() or the destructor returns): gRPC may hold the rows longer than it takes to
+// send them, so those calls wait for it. Outputs must not overlap inputs, nor each other. After an
+// error the outputs are undefined.
 struct LossRows {
   ConstMatrixView hidden_states;             // [num_tokens, hidden_size], spec.hidden_dtype.
   std::span<const int32_t> targets;          // [num_tokens]
@@ -72,29 +75,37 @@ class StepWriter {
   StepWriter& operator=(const StepWriter&) = delete;
 
   // Cuts and sends rows. Blocks while the window is full. Returns a ticket for Wait. Validates
-  // shapes and dtypes against the spec before anything is sent (INVALID_ARGUMENT).
+  // shapes and dtypes against the spec before anything is sent (INVALID_ARGUMENT). After an error
+  // the rows are the caller's again.
   absl::StatusOr<uint64_t> Submit(const LossRows& rows);
 
   // Blocks until every chunk of the ticket has its result. The error names the chunk that failed.
-  // After an error every later call returns that error.
+  // After an error every later call returns that error. Once a ticket: INVALID_ARGUMENT when it is
+  // unknown or has been waited for.
   absl::StatusOr<LossResult> Wait(uint64_t ticket);
 
   // Submit and Wait.
   absl::StatusOr<LossResult> Compute(const LossRows& rows);
 
   // Waits for everything submitted, tells the server this worker's chunk count on each stream and
-  // closes them. Returns that count. No Submit afterwards.
+  // closes them. Returns that count. No Submit afterwards; tickets can still be waited for.
+  // FAILED_PRECONDITION when the server has counted more chunks of this worker than the writer
+  // sent: an earlier writer of the same worker sent others, and the step must be aborted.
   absl::StatusOr<uint64_t> Finish();
 
-  // Ends all streams at once; pending calls return CANCELLED.
+  // Ends all streams at once; pending calls return CANCELLED. Returns when nothing submitted is
+  // borrowed any more, which takes until the connection has dropped it: at once with a server that
+  // runs, at most the keepalive timeout (limits.h) with one that has frozen. No effect after a
+  // successful Finish.
   void Cancel();
 
  private:
   friend class Client;
+  friend class LossStream;
   class Impl;
-  explicit StepWriter(std::unique_ptr<Impl> impl);
+  explicit StepWriter(std::shared_ptr<Impl> impl);
 
-  std::unique_ptr<Impl> impl_;
+  const std::shared_ptr<Impl> impl_;  // Shared with the calls that are still open.
 };
 
 }  // namespace lmhead

@@ -1,0 +1,55 @@
+#include "client/cpp/loss_stream.h"
+
+#include <grpcpp/generic/generic_stub.h>
+
+#include <utility>
+
+#include "client/cpp/step_writer_impl.h"
+
+namespace lmhead {
+namespace {
+
+constexpr char kMethod[] = "/lmhead.v1.LmHeadService/ComputeLoss";
+
+}  // namespace
+
+LossStream::LossStream(std::shared_ptr<StepWriter::Impl> writer, size_t connection)
+    : writer_(std::move(writer)), connection_(connection) {}
+
+void LossStream::Start(std::shared_ptr<grpc::Channel> channel, const grpc::ByteBuffer& open) {
+  grpc::TemplatedGenericStub<grpc::ByteBuffer, grpc::ByteBuffer> stub(std::move(channel));
+  stub.PrepareBidiStreamingCall(&context_, kMethod, {}, this);
+  AddHold();
+  outgoing_ = open;
+  StartWrite(&outgoing_);
+  StartRead(&incoming_);
+  StartCall();
+}
+
+void LossStream::Write(const grpc::ByteBuffer& message) {
+  outgoing_ = message;
+  StartWrite(&outgoing_);
+}
+
+void LossStream::OnReadDone(bool ok) {
+  if (!ok) {
+    writer_->OnReadsOver(connection_);
+    return;
+  }
+  writer_->OnMessage(connection_, &incoming_);
+  // Always one read outstanding: a stream that only writes can block both ends.
+  incoming_.Clear();
+  StartRead(&incoming_);
+}
+
+void LossStream::OnWriteDone(bool ok) {
+  outgoing_.Clear();
+  writer_->OnWriteDone(connection_, ok);
+}
+
+void LossStream::OnDone(const grpc::Status& status) {
+  const std::shared_ptr<StepWriter::Impl> writer = writer_;
+  writer->OnDone(connection_, status);  // Drops the writer's reference: *this may be gone now.
+}
+
+}  // namespace lmhead

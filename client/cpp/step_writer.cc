@@ -1,0 +1,748 @@
+#include "client/cpp/step_writer.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "client/cpp/channels.h"
+#include "client/cpp/loss_stream.h"
+#include "client/cpp/step_writer_impl.h"
+#include "lmhead/v1/service.grpc.pb.h"
+#include "proto/types/limits.h"
+#include "proto/wire/convert.h"
+#include "proto/wire/status.h"
+
+namespace lmhead {
+namespace {
+
+// --- Checks of the caller's rows ----------------------------------------------------------------
+
+absl::Status CheckLength(const char* field, size_t length, bool wanted, int64_t num_tokens) {
+  const size_t want = wanted ? static_cast<size_t>(num_tokens) : 0;
+  if (length == want) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrFormat(
+      "%s has %d elements, want %d for %d rows and this recipe", field, length, want, num_tokens));
+}
+
+absl::Status CheckAsked(const char* output, bool given, bool asked) {
+  if (given == asked) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrFormat("a place for %s is %s, but outputs.%s is %s",
+                                                    output, given ? "given" : "not given", output,
+                                                    asked ? "true" : "false"));
+}
+
+std::string Shape(const ConstMatrixView& view) {
+  const std::string_view dtype = DTypeName(view.dtype);
+  return absl::StrFormat("[%d, %d] %s", view.rows, view.cols, dtype);
+}
+
+bool Overlap(const ConstMatrixView& a, const ConstMatrixView& b) {
+  const auto* a_start = static_cast<const std::byte*>(a.data);
+  const auto* b_start = static_cast<const std::byte*>(b.data);
+  return a_start < b_start + b.size_bytes() && b_start < a_start + a.size_bytes();
+}
+
+absl::Status CheckGrad(const ConstMatrixView& hidden, const ConstMatrixView& grad, bool asked) {
+  if (absl::Status status = CheckAsked("grad_hidden_states", grad.data != nullptr, asked);
+      !status.ok() || !asked) {
+    return status;
+  }
+  if (grad.rows != hidden.rows || grad.cols != hidden.cols || grad.dtype != hidden.dtype) {
+    return absl::InvalidArgumentError(absl::StrFormat(
+        "grad_hidden_states is %s, want %s like hidden_states", Shape(grad), Shape(hidden)));
+  }
+  if (Overlap(hidden, grad)) {
+    return absl::InvalidArgumentError("grad_hidden_states overlaps hidden_states");
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckHidden(const ConstMatrixView& hidden, DType dtype) {
+  if (hidden.dtype != dtype) {
+    const std::string_view got = DTypeName(hidden.dtype);
+    const std::string_view want = DTypeName(dtype);
+    return absl::InvalidArgumentError(absl::StrFormat(
+        "hidden_states is %s, the writer was opened with hidden_dtype %s", got, want));
+  }
+  if (hidden.data == nullptr || hidden.rows < 1 || hidden.cols < 1) {
+    return absl::InvalidArgumentError(
+        absl::StrFormat("hidden_states is %s%s, want at least one row and one column",
+                        Shape(hidden), hidden.data == nullptr ? " at a null address" : ""));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckRows(const LossRows& rows, const WriterSpec& spec) {
+  const int64_t num_tokens = rows.hidden_states.rows;
+  const v1::OutputSpec& outputs = spec.outputs;
+  for (const absl::Status& status :
+       {CheckHidden(rows.hidden_states, spec.hidden_dtype),
+        CheckLength("targets", rows.targets.size(), true, num_tokens),
+        CheckLength("token_weights", rows.token_weights.size(), spec.recipe.token_weights(),
+                    num_tokens),
+        CheckLength("token_temperature", rows.token_temperature.size(),
+                    spec.recipe.per_token_temperature(), num_tokens),
+        CheckGrad(rows.hidden_states, rows.grad_hidden_states, outputs.grad_hidden_states()),
+        CheckAsked("token_loss", rows.token_loss != nullptr, outputs.token_loss()),
+        CheckAsked("logprob", rows.logprob != nullptr, outputs.logprob()),
+        CheckAsked("lse", rows.lse != nullptr, outputs.lse()),
+        CheckAsked("entropy", rows.entropy != nullptr, outputs.entropy()),
+        CheckAsked("argmax", rows.argmax != nullptr, outputs.argmax())}) {
+    if (!status.ok()) return status;
+  }
+  return absl::OkStatus();
+}
+
+// --- Pieces of the caller's rows ----------------------------------------------------------------
+
+template <typename T>
+std::span<const T> Piece(std::span<const T> all, int64_t start, int64_t count) {
+  if (all.empty()) return {};
+  return all.subspan(static_cast<size_t>(start), static_cast<size_t>(count));
+}
+
+template <typename T>
+T* At(T* all, int64_t start) {
+  return all == nullptr ? nullptr : all + start;
+}
+
+ResultDestination DestinationOf(const LossRows& rows, int64_t start, int64_t count) {
+  ResultDestination to{.token_loss = At(rows.token_loss, start),
+                       .logprob = At(rows.logprob, start),
+                       .lse = At(rows.lse, start),
+                       .entropy = At(rows.entropy, start),
+                       .argmax = At(rows.argmax, start)};
+  const MatrixView& grad = rows.grad_hidden_states;
+  if (grad.data != nullptr) {
+    const int64_t row_bytes = grad.cols * BytesPerElement(grad.dtype);
+    to.grad_hidden_states = {static_cast<std::byte*>(grad.data) + start * row_bytes,
+                             static_cast<size_t>(count * row_bytes)};
+  }
+  return to;
+}
+
+void AddTimings(const StageTimings& from, StageTimings& to) {
+  to.queue_seconds += from.queue_seconds;
+  to.upload_seconds += from.upload_seconds;
+  to.compute_seconds += from.compute_seconds;
+  to.download_seconds += from.download_seconds;
+}
+
+}  // namespace
+
+// --- LoanCount ----------------------------------------------------------------------------------
+
+void LoanCount::Lend() {
+  const absl::MutexLock lock(&mu_);
+  ++loans_;
+}
+
+void LoanCount::Return() {
+  const absl::MutexLock lock(&mu_);
+  --loans_;
+}
+
+void LoanCount::AwaitZero() {
+  mu_.LockWhen(absl::Condition(
+      +[](int64_t* loans) { return *loans == 0; }, &loans_));
+  mu_.Unlock();
+}
+
+// --- Callers' threads ---------------------------------------------------------------------------
+
+StepWriter::Impl::Impl(std::string address, const ClientOptions& options, const WriterSpec& spec)
+    : address_(std::move(address)),
+      options_(options),
+      spec_(spec),
+      connections_(static_cast<size_t>(spec.num_connections)),
+      incarnation_(spec.incarnation),
+      max_chunk_tokens_(kChunkTokensMax) {
+  const int64_t message_bytes_max =
+      std::max(kControlMessageBytesMax, spec.chunk_bytes + kMessageHeaderBytesMax);
+  for (Connection& connection : connections_) {
+    connection.channel = MakeChannel(address_, message_bytes_max);
+  }
+}
+
+absl::Status StepWriter::Impl::Open() {
+  opener_ = std::thread([this] { OpenConnections(); });
+  const absl::Time deadline = absl::Now() + options_.connect_timeout + options_.call_timeout;
+  const absl::MutexLock lock(&mu_);
+  const auto all_open = [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    return std::all_of(connections_.begin(), connections_.end(),
+                       [](const Connection& c) { return c.state == State::kOpen; });
+  };
+  while (error_.ok() && !all_open()) {
+    if (!changed_.WaitWithDeadline(&mu_, deadline) || all_open()) continue;
+    Fail(absl::DeadlineExceededError(
+        absl::StrCat(address_, ": the server did not answer `open` in time")));
+  }
+  return error_;
+}
+
+absl::StatusOr<uint64_t> StepWriter::Impl::Submit(const LossRows& rows) {
+  if (absl::Status status = CheckRows(rows, spec_); !status.ok()) return status;
+  auto ticket = std::make_shared<Ticket>();
+  ticket->rows = rows;
+  uint64_t ticket_id = 0;
+  int64_t rows_per_chunk = 0;
+  {
+    const absl::MutexLock lock(&mu_);
+    if (!error_.ok()) return error_;
+    if (finishing_) return absl::FailedPreconditionError("Submit after Finish: open a new writer");
+    rows_per_chunk = RowsPerChunk(rows);
+    ticket->num_unanswered = (rows.hidden_states.rows + rows_per_chunk - 1) / rows_per_chunk;
+    ticket_id = next_ticket_++;
+    tickets_[ticket_id] = ticket;
+    ++num_submitting_;
+  }
+  absl::Status status = SubmitChunks(ticket, rows_per_chunk);
+  std::vector<PlannedWrite> writes;
+  {
+    const absl::MutexLock lock(&mu_);
+    --num_submitting_;
+    if (!status.ok()) tickets_.erase(ticket_id);
+    writes = PlanWrites();  // The last Submit may be what Finish waited for.
+  }
+  Send(writes);
+  if (status.ok()) return ticket_id;
+  AwaitIdle(*ticket);
+  return status;
+}
+
+int64_t StepWriter::Impl::RowsPerChunk(const LossRows& rows) const {
+  const int64_t row_bytes = rows.hidden_states.cols * BytesPerElement(rows.hidden_states.dtype);
+  return std::clamp<int64_t>(spec_.chunk_bytes / row_bytes, 1, max_chunk_tokens_);
+}
+
+absl::Status StepWriter::Impl::SubmitChunks(const std::shared_ptr<Ticket>& ticket,
+                                            int64_t rows_per_chunk) {
+  const int64_t num_rows = ticket->rows.hidden_states.rows;
+  for (int64_t start = 0; start < num_rows; start += rows_per_chunk) {
+    Chunk chunk{.ticket = ticket,
+                .row_start = start,
+                .num_rows = std::min(rows_per_chunk, num_rows - start)};
+    if (spec_.send_checksums) chunk.checksum = ChunkChecksum(ViewOf(chunk));
+    if (absl::Status status = SubmitChunk(std::move(chunk)); !status.ok()) return status;
+  }
+  return absl::OkStatus();
+}
+
+absl::Status StepWriter::Impl::SubmitChunk(Chunk chunk) {
+  std::vector<PlannedWrite> writes;
+  {
+    const absl::MutexLock lock(&mu_);
+    while (error_.ok() && NumUnanswered() >= Window()) changed_.Wait(&mu_);
+    if (!error_.ok()) return error_;
+    chunk.index = next_chunk_++;
+    pending_.push_back(std::move(chunk));
+    writes = PlanWrites();
+  }
+  Send(writes);
+  return absl::OkStatus();
+}
+
+ChunkView StepWriter::Impl::ViewOf(const Chunk& chunk) {
+  const LossRows& rows = chunk.ticket->rows;
+  const int64_t row_bytes = rows.hidden_states.cols * BytesPerElement(rows.hidden_states.dtype);
+  ChunkView view;
+  view.chunk_index = chunk.index;
+  view.num_tokens = chunk.num_rows;
+  if (rows.grad_scale != 1.0f) view.grad_scale = rows.grad_scale;
+  view.checksum = chunk.checksum;
+  view.targets = Piece(rows.targets, chunk.row_start, chunk.num_rows);
+  view.token_weights = Piece(rows.token_weights, chunk.row_start, chunk.num_rows);
+  view.token_temperature = Piece(rows.token_temperature, chunk.row_start, chunk.num_rows);
+  view.hidden_states = {
+      static_cast<const std::byte*>(rows.hidden_states.data) + chunk.row_start * row_bytes,
+      static_cast<size_t>(chunk.num_rows * row_bytes)};
+  return view;
+}
+
+absl::StatusOr<LossResult> StepWriter::Impl::Wait(uint64_t ticket_id) {
+  std::shared_ptr<Ticket> ticket;
+  absl::Status status;
+  {
+    const absl::MutexLock lock(&mu_);
+    const auto found = tickets_.find(ticket_id);
+    if (found == tickets_.end()) {
+      if (!error_.ok()) return error_;
+      return absl::InvalidArgumentError(absl::StrFormat(
+          "ticket %d is not one of this writer, or has been waited for", ticket_id));
+    }
+    ticket = found->second;
+    tickets_.erase(found);
+    while (error_.ok() && ticket->num_unanswered > 0) changed_.Wait(&mu_);
+    status = error_;
+  }
+  AwaitIdle(*ticket);
+  if (!status.ok()) return status;
+  return ticket->result;
+}
+
+void StepWriter::Impl::AwaitIdle(Ticket& ticket) {
+  {
+    const absl::MutexLock lock(&mu_);
+    while (ticket.num_gathers > 0) changed_.Wait(&mu_);
+  }
+  ticket.loans.AwaitZero();
+}
+
+void StepWriter::Impl::AwaitAllIdle() {
+  std::map<uint64_t, std::shared_ptr<Ticket>> tickets;
+  {
+    const absl::MutexLock lock(&mu_);
+    tickets = tickets_;
+  }
+  for (const auto& [id, ticket] : tickets) AwaitIdle(*ticket);
+}
+
+absl::StatusOr<uint64_t> StepWriter::Impl::Finish() {
+  std::vector<PlannedWrite> writes;
+  {
+    const absl::MutexLock lock(&mu_);
+    finishing_ = true;
+    writes = PlanWrites();
+  }
+  Send(writes);
+  absl::Status status;
+  uint64_t num_chunks = 0;
+  {
+    const absl::MutexLock lock(&mu_);
+    while (error_.ok() && !AllFinished()) changed_.Wait(&mu_);
+    status = error_;
+    num_chunks = next_chunk_;
+  }
+  AwaitAllIdle();
+  if (!status.ok()) return status;
+  return num_chunks;
+}
+
+void StepWriter::Impl::Cancel() {
+  {
+    const absl::MutexLock lock(&mu_);
+    if (!AllFinished()) {
+      Fail(absl::CancelledError(absl::StrCat(address_, ": the step writer was cancelled")));
+    }
+    const auto any_call = [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+      return std::any_of(connections_.begin(), connections_.end(),
+                         [](const Connection& c) { return c.stream != nullptr; });
+    };
+    while (any_call()) changed_.Wait(&mu_);
+  }
+  AwaitAllIdle();
+}
+
+void StepWriter::Impl::Shutdown() {
+  Cancel();
+  {
+    const absl::MutexLock lock(&mu_);
+    shut_down_ = true;
+    changed_.SignalAll();
+  }
+  if (opener_.joinable()) opener_.join();
+}
+
+// --- Sending ------------------------------------------------------------------------------------
+
+StepWriter::Impl::Connection* StepWriter::Impl::LeastLoaded() {
+  Connection* least = nullptr;
+  for (Connection& connection : connections_) {
+    const bool takes_chunks = connection.state == State::kOpen && !connection.writing &&
+                              !connection.let_go &&
+                              connection.sent.size() < static_cast<size_t>(connection.window);
+    if (!takes_chunks) continue;
+    if (least == nullptr || connection.sent.size() < least->sent.size()) least = &connection;
+  }
+  return least;
+}
+
+std::vector<StepWriter::Impl::PlannedWrite> StepWriter::Impl::PlanWrites() {
+  std::vector<PlannedWrite> writes;
+  if (!error_.ok()) return writes;
+  while (!pending_.empty()) {
+    Connection* connection = LeastLoaded();
+    if (connection == nullptr) return writes;
+    connection->sent.push_back(std::move(pending_.front()));
+    pending_.pop_front();
+    connection->writing = true;
+    connection->sent.back().ticket->loans.Lend();
+    writes.push_back({.stream = connection->stream, .chunk = connection->sent.back()});
+  }
+  if (finishing_ && num_submitting_ == 0 && NumUnanswered() == 0) PlanEnds(writes);
+  return writes;
+}
+
+void StepWriter::Impl::PlanEnds(std::vector<PlannedWrite>& writes) {
+  for (Connection& connection : connections_) {
+    if (connection.state != State::kOpen || connection.writing || connection.let_go) continue;
+    connection.state = State::kEnding;
+    connection.writing = true;
+    writes.push_back({.stream = connection.stream, .num_chunks = next_chunk_});
+  }
+}
+
+void StepWriter::Impl::Send(const std::vector<PlannedWrite>& writes) {
+  for (const PlannedWrite& write : writes) {
+    if (write.chunk.has_value()) {
+      // The ticket is kept alive by its loan; its rows by whoever waits for the loan to end.
+      write.stream->Write(EncodeRequest(
+          ViewOf(*write.chunk), [ticket = write.chunk->ticket] { ticket->loans.Return(); }));
+    } else {
+      v1::StreamEnd end;
+      end.set_num_chunks(write.num_chunks);
+      write.stream->Write(EncodeRequest(end));
+    }
+  }
+}
+
+// --- gRPC's threads -----------------------------------------------------------------------------
+
+void StepWriter::Impl::OnMessage(size_t index, grpc::ByteBuffer* message) {
+  std::shared_ptr<Ticket> gathering;
+  const auto decoded = DecodeResponse(message, [&](uint64_t chunk_index, int64_t num_tokens) {
+    const absl::MutexLock lock(&mu_);
+    return PlaceFor(connections_[index], chunk_index, num_tokens, &gathering);
+  });
+  std::vector<PlannedWrite> writes;
+  {
+    const absl::MutexLock lock(&mu_);
+    if (gathering != nullptr) --gathering->num_gathers;
+    Connection& connection = connections_[index];
+    absl::Status status = decoded.status();
+    if (status.ok() && error_.ok()) {
+      if (const auto* result = std::get_if<DecodedResult>(&*decoded)) {
+        status = OnResult(connection, *result);
+      } else if (const auto* opened = std::get_if<v1::StreamOpened>(&*decoded)) {
+        status = OnOpened(connection, *opened);
+      } else {
+        status = OnEnded(connection, std::get<v1::StreamEnded>(*decoded));
+      }
+    }
+    if (!status.ok()) Fail(AtAddress(address_, status));
+    writes = PlanWrites();
+    changed_.SignalAll();
+  }
+  Send(writes);
+}
+
+absl::StatusOr<ResultDestination> StepWriter::Impl::PlaceFor(Connection& connection,
+                                                             uint64_t chunk_index,
+                                                             int64_t num_tokens,
+                                                             std::shared_ptr<Ticket>* gathering) {
+  if (!error_.ok()) return error_;
+  if (connection.sent.empty()) {
+    return absl::InternalError(absl::StrFormat(
+        "the server sent a result for chunk %d, but this stream waits for none", chunk_index));
+  }
+  const Chunk& next = connection.sent.front();
+  if (chunk_index != next.index || num_tokens != next.num_rows) {
+    return absl::InternalError(absl::StrFormat(
+        "the server sent a result for chunk %d of %d rows, but the next one of this stream is "
+        "chunk %d of %d rows",
+        chunk_index, num_tokens, next.index, next.num_rows));
+  }
+  if (*gathering == nullptr) {
+    *gathering = next.ticket;
+    ++next.ticket->num_gathers;
+  }
+  return DestinationOf(next.ticket->rows, next.row_start, next.num_rows);
+}
+
+absl::Status StepWriter::Impl::OnOpened(Connection& connection, const v1::StreamOpened& opened) {
+  if (connection.state != State::kOpening) {
+    return absl::InternalError("the server sent `opened` a second time");
+  }
+  if (absl::Status status = CheckIncarnation(opened.incarnation()); !status.ok()) return status;
+  if (opened.max_chunk_tokens() < 1 || opened.max_inflight_chunks() < 1) {
+    return absl::InternalError(absl::StrFormat(
+        "the server opened a stream with max_chunk_tokens %d and max_inflight_chunks %d",
+        opened.max_chunk_tokens(), opened.max_inflight_chunks()));
+  }
+  connection.state = State::kOpen;
+  connection.opened_once = true;
+  connection.window = std::min(spec_.max_inflight_chunks, opened.max_inflight_chunks());
+  max_chunk_tokens_ = std::min(max_chunk_tokens_, opened.max_chunk_tokens());
+  return absl::OkStatus();
+}
+
+absl::Status StepWriter::Impl::OnResult(Connection& connection, const DecodedResult& result) {
+  Ticket& ticket = *connection.sent.front().ticket;
+  ticket.result.sums += result.sums;
+  ticket.result.num_chunks += 1;
+  ticket.result.num_duplicates += result.duplicate ? 1 : 0;
+  AddTimings(result.timings, ticket.result.timings);
+  ticket.num_unanswered -= 1;
+  connection.sent.pop_front();
+  connection.num_failures = 0;
+  return absl::OkStatus();
+}
+
+absl::Status StepWriter::Impl::OnEnded(Connection& connection, const v1::StreamEnded& ended) {
+  if (connection.state != State::kEnding) {
+    return absl::InternalError("the server sent `ended` before this stream's end");
+  }
+  const uint64_t counted = ended.num_chunks_counted();
+  if (spec_.step != 0 && counted < next_chunk_) {
+    return absl::InternalError(
+        absl::StrFormat("the server answered %d chunks of worker %s in step %d, but has counted %d",
+                        next_chunk_, spec_.worker, spec_.step, counted));
+  }
+  if (spec_.step != 0 && counted > next_chunk_) {
+    return absl::FailedPreconditionError(absl::StrFormat(
+        "the server has counted %d chunks of worker %s in step %d, this writer sent %d: another "
+        "writer of the same worker sent the rest; abort the step and begin it again",
+        counted, spec_.worker, spec_.step, next_chunk_));
+  }
+  connection.state = State::kEnded;
+  if (!connection.writing) CloseEnded(connection);
+  return absl::OkStatus();
+}
+
+void StepWriter::Impl::CloseEnded(Connection& connection) {
+  if (!connection.held) return;
+  connection.stream->HalfClose();
+  LetGo(connection);
+}
+
+void StepWriter::Impl::OnReadsOver(size_t index) {
+  const absl::MutexLock lock(&mu_);
+  LetGo(connections_[index]);
+}
+
+void StepWriter::Impl::OnWriteDone(size_t index, bool ok) {
+  std::vector<PlannedWrite> writes;
+  {
+    const absl::MutexLock lock(&mu_);
+    Connection& connection = connections_[index];
+    connection.writing = false;
+    if (!ok || connection.let_go) {
+      LetGo(connection);
+    } else if (connection.state == State::kEnded) {
+      CloseEnded(connection);
+    }
+    writes = PlanWrites();
+  }
+  Send(writes);
+}
+
+void StepWriter::Impl::OnDone(size_t index, const grpc::Status& grpc_status) {
+  const absl::Status status = AtAddress(address_, FromGrpcStatus(grpc_status));
+  std::shared_ptr<LossStream> over;  // Destroyed after the lock is released.
+  std::vector<PlannedWrite> writes;
+  {
+    const absl::MutexLock lock(&mu_);
+    Connection& connection = connections_[index];
+    over = std::move(connection.stream);
+    connection.stream = nullptr;
+    // Another stream of ours with the same index may still be there, until the server notices that
+    // its connection is gone.
+    const bool retryable =
+        absl::IsUnavailable(status) || (connection.opened_once && absl::IsAlreadyExists(status));
+    if (!error_.ok() ||
+        (connection.state == State::kEnded && (status.ok() || absl::IsUnavailable(status)))) {
+      connection.state = State::kFinished;
+    } else if (retryable) {
+      Reschedule(connection, status);
+    } else {
+      Fail(status.ok() ? absl::InternalError(absl::StrCat(
+                             address_, ": the server closed the stream before its end"))
+                       : status);
+    }
+    writes = PlanWrites();
+    changed_.SignalAll();
+  }
+  Send(writes);
+}
+
+// --- State --------------------------------------------------------------------------------------
+
+void StepWriter::Impl::Fail(const absl::Status& error) {
+  if (!error_.ok()) return;
+  error_ = error;
+  pending_.clear();
+  for (Connection& connection : connections_) {
+    if (connection.stream == nullptr) {
+      connection.state = State::kFinished;
+      continue;
+    }
+    connection.stream->Cancel();
+    LetGo(connection);
+  }
+  if (control_call_ != nullptr) control_call_->TryCancel();
+  changed_.SignalAll();
+}
+
+void StepWriter::Impl::LetGo(Connection& connection) {
+  connection.let_go = true;
+  if (!connection.held || connection.writing) return;
+  connection.held = false;
+  connection.stream->LetGo();
+}
+
+void StepWriter::Impl::Reschedule(Connection& connection, const absl::Status& error) {
+  pending_.insert(pending_.begin(), connection.sent.begin(), connection.sent.end());
+  connection.sent.clear();
+  connection.num_failures += 1;
+  if (connection.num_failures >= options_.max_attempts) {
+    Fail(absl::Status(error.code(),
+                      absl::StrFormat("%s (gave up after %d attempts)",
+                                      std::string(error.message()), connection.num_failures)));
+    return;
+  }
+  connection.state = State::kBroken;
+  connection.retry_at = absl::Now() + RetryDelay(connection.num_failures);
+}
+
+size_t StepWriter::Impl::NumUnanswered() const {
+  size_t count = pending_.size();
+  for (const Connection& connection : connections_) count += connection.sent.size();
+  return count;
+}
+
+size_t StepWriter::Impl::Window() const {
+  size_t window = 0;
+  for (const Connection& connection : connections_) {
+    window += static_cast<size_t>(connection.window);
+  }
+  return window;
+}
+
+bool StepWriter::Impl::AllFinished() const {
+  return std::all_of(connections_.begin(), connections_.end(),
+                     [](const Connection& c) { return c.state == State::kFinished; });
+}
+
+// --- The writer's own thread --------------------------------------------------------------------
+
+void StepWriter::Impl::OpenConnections() {
+  while (const std::optional<size_t> index = AwaitDue()) OpenConnection(*index);
+}
+
+std::optional<size_t> StepWriter::Impl::AwaitDue() {
+  const absl::MutexLock lock(&mu_);
+  while (error_.ok() && !shut_down_) {
+    const auto soonest = std::min_element(
+        connections_.begin(), connections_.end(), [](const Connection& a, const Connection& b) {
+          const bool a_broken = a.state == State::kBroken;
+          const bool b_broken = b.state == State::kBroken;
+          return a_broken != b_broken ? a_broken : a.retry_at < b.retry_at;
+        });
+    if (soonest->state != State::kBroken) {
+      changed_.Wait(&mu_);
+    } else if (soonest->retry_at > absl::Now()) {
+      changed_.WaitWithDeadline(&mu_, soonest->retry_at);
+    } else {
+      return static_cast<size_t>(soonest - connections_.begin());
+    }
+  }
+  return std::nullopt;
+}
+
+void StepWriter::Impl::OpenConnection(size_t index) {
+  std::shared_ptr<grpc::Channel> channel;
+  bool opened_once = false;
+  {
+    const absl::MutexLock lock(&mu_);
+    channel = connections_[index].channel;
+    opened_once = connections_[index].opened_once;
+  }
+  const auto stop = [this] {
+    const absl::MutexLock lock(&mu_);
+    return !error_.ok();
+  };
+  absl::Status status = WaitForConnection(*channel, address_, options_.connect_timeout, stop);
+  if (!status.ok()) {
+    const absl::MutexLock lock(&mu_);
+    Fail(status);
+    return;
+  }
+  if (opened_once) status = CheckServer(channel);
+  if (status.ok()) {
+    StartStream(index);
+    return;
+  }
+  const absl::MutexLock lock(&mu_);
+  if (!error_.ok()) return;
+  if (absl::IsUnavailable(status) || absl::IsDeadlineExceeded(status)) {
+    Reschedule(connections_[index], status);
+  } else {
+    Fail(status);
+  }
+}
+
+absl::Status StepWriter::Impl::CheckServer(const std::shared_ptr<grpc::Channel>& channel) {
+  grpc::ClientContext context;
+  context.set_deadline(absl::ToChronoTime(absl::Now() + options_.connect_timeout));
+  {
+    const absl::MutexLock lock(&mu_);
+    if (!error_.ok()) return error_;
+    control_call_ = &context;
+  }
+  v1::GetServerInfoResponse info;
+  const grpc::Status status =
+      v1::LmHeadService::NewStub(channel)->GetServerInfo(&context, {}, &info);
+  const absl::MutexLock lock(&mu_);
+  control_call_ = nullptr;
+  if (!status.ok()) return AtAddress(address_, FromGrpcStatus(status));
+  return AtAddress(address_, CheckIncarnation(info.incarnation()));
+}
+
+absl::Status StepWriter::Impl::CheckIncarnation(uint64_t incarnation) {
+  if (incarnation_ == 0) incarnation_ = incarnation;
+  if (incarnation == incarnation_) return absl::OkStatus();
+  return absl::AbortedError(absl::StrFormat(
+      "the server has restarted: its incarnation is %016x, this writer began with %016x. What the "
+      "step had counted is gone; begin it again",
+      incarnation, incarnation_));
+}
+
+void StepWriter::Impl::StartStream(size_t index) {
+  v1::StreamOpen open;
+  open.set_head(spec_.head);
+  open.set_step(spec_.step);
+  open.set_worker(spec_.worker);
+  open.set_incarnation(spec_.incarnation);
+  open.set_stream_index(static_cast<uint32_t>(index));
+  open.set_hidden_dtype(DTypeToProto(spec_.hidden_dtype));
+  *open.mutable_recipe() = spec_.recipe;
+  *open.mutable_outputs() = spec_.outputs;
+  const grpc::ByteBuffer message = EncodeRequest(open);
+  std::shared_ptr<grpc::Channel> channel;
+  auto stream = std::make_shared<LossStream>(shared_from_this(), index);
+  {
+    const absl::MutexLock lock(&mu_);
+    if (!error_.ok()) return;
+    Connection& connection = connections_[index];
+    connection.stream = stream;
+    connection.state = State::kOpening;
+    connection.writing = true;  // `open` itself.
+    connection.held = true;
+    connection.let_go = false;
+    channel = connection.channel;
+  }
+  stream->Start(channel, message);
+}
+
+// --- StepWriter ---------------------------------------------------------------------------------
+
+StepWriter::StepWriter(std::shared_ptr<Impl> impl) : impl_(std::move(impl)) {}
+
+StepWriter::~StepWriter() { impl_->Shutdown(); }
+
+absl::StatusOr<uint64_t> StepWriter::Submit(const LossRows& rows) { return impl_->Submit(rows); }
+
+absl::StatusOr<LossResult> StepWriter::Wait(uint64_t ticket) { return impl_->Wait(ticket); }
+
+absl::StatusOr<LossResult> StepWriter::Compute(const LossRows& rows) {
+  const absl::StatusOr<uint64_t> ticket = Submit(rows);
+  if (!ticket.ok()) return ticket.status();
+  return Wait(*ticket);
+}
+
+absl::StatusOr<uint64_t> StepWriter::Finish() { return impl_->Finish(); }
+
+void StepWriter::Cancel() { impl_->Cancel(); }
+
+}  // namespace lmhead
