@@ -11,6 +11,10 @@ namespace lmhead::bench {
 // fails, 1 when one does, 2 when nothing could be run.
 int RunGolden(absl::Span<char* const> positional);
 
+// lmhead-bench kernel: a head on the first GPU beside its bare matrix products, in this process.
+// 0 when it was measured, 2 without a GPU.
+int RunKernel(absl::Span<char* const> positional);
+
 }  // namespace lmhead::bench
 
 #endif  // LMHEAD_BENCH_COMMANDS_H_

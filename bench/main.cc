@@ -15,7 +15,9 @@ namespace {
 constexpr char kUsage[] =
     "Checks and measures a service.\n\n"
     "  lmhead-bench golden DIR   every golden case of a folder through a real service: the worst\n"
-    "                            error of each output of each case. Exit code 1 when one fails.\n\n"
+    "                            error of each output of each case. Exit code 1 when one fails.\n"
+    "  lmhead-bench kernel       the head on the first GPU beside its bare matrix products, in this\n"
+    "                            process: tokens/s, their ratio, and the memory.\n\n"
     "lmhead-bench --help shows the flags.";
 
 constexpr int kExitUsage = 2;
@@ -30,6 +32,9 @@ int main(int argc, char** argv) {
   const std::string_view command = arguments.size() > 1 ? arguments[1] : "";
   if (command == "golden") {
     return lmhead::bench::RunGolden(absl::MakeConstSpan(arguments).subspan(2));
+  }
+  if (command == "kernel") {
+    return lmhead::bench::RunKernel(absl::MakeConstSpan(arguments).subspan(2));
   }
   std::fprintf(stderr, "lmhead-bench: %s\n\n%s\n",
                command.empty() ? "which benchmark?"

@@ -1,0 +1,279 @@
+#include "bench/kernel_bench.h"
+
+#include <cuda_runtime_api.h>
+
+#include <chrono>
+#include <random>
+#include <utility>
+
+#include "absl/synchronization/mutex.h"
+#include "kernels/fill_noise.h"
+#include "proto/types/dtype.h"
+#include "server/compute/cublaslt_gemm.h"
+#include "server/compute/cuda_backend.h"
+#include "server/compute/cuda_status.h"
+#include "server/memory/device_arena.h"
+#include "server/memory/pinned_memory.h"
+
+namespace lmhead::bench {
+namespace {
+
+constexpr int kDevice = 0;
+constexpr float kNoiseScale = 0.05f;
+constexpr double kMillisecondsPerSecond = 1e3;
+
+// Standard normal times `std` as bfloat16: the first `count` of a sequence that is the same each
+// time.
+std::vector<uint16_t> RandomBFloat16(int64_t count, float std) {
+  std::minstd_rand random(1);
+  std::normal_distribution<float> normal(0.0f, std);
+  std::vector<uint16_t> values(static_cast<size_t>(count));
+  for (uint16_t& value : values) value = FloatToBFloat16(normal(random));
+  return values;
+}
+
+}  // namespace
+
+// --- Bare products -----------------------------------------------------------------------------
+
+struct BareProducts::Impl {
+  ~Impl() {
+    if (start != nullptr) cudaEventDestroy(start);
+    if (stop != nullptr) cudaEventDestroy(stop);
+    if (stream != nullptr) cudaStreamDestroy(stream);
+  }
+
+  absl::Status Init();
+  absl::Status Run(HeadProduct product);
+  absl::StatusOr<double> TimeRuns(int num_runs, const std::vector<HeadProduct>& products);
+
+  KernelShape shape;
+  MemoryAccount account;
+  std::unique_ptr<DeviceArena> arena;
+  std::unique_ptr<HeadGemm> gemm;
+  cudaStream_t stream = nullptr;
+  cudaEvent_t start = nullptr;
+  cudaEvent_t stop = nullptr;
+  void* hidden = nullptr;
+  void* weight = nullptr;
+  void* logits = nullptr;
+  void* grad_hidden = nullptr;
+  void* grad_weight = nullptr;
+};
+
+absl::Status BareProducts::Impl::Init() {
+  const int64_t logits_stride = (shape.vocab_size + 63) / 64 * 64;
+  const int64_t half = BytesPerElement(DType::kBFloat16);
+  const int64_t row_bytes = shape.rows * shape.hidden_size * half;
+  const int64_t weight_elements = shape.vocab_size * shape.hidden_size;
+  MemoryPlan plan;
+  plan.bytes[static_cast<size_t>(MemoryCategory::kLibraryWorkspace)] =
+      2 * row_bytes + weight_elements * (half + BytesPerElement(DType::kFloat32)) +
+      shape.rows * logits_stride * half + kCudaWorkspaceBytes + 6 * kDeviceAlignment;
+  auto created = DeviceArena::Create(plan, &account, kDevice);
+  if (!created.ok()) return created.status();
+  arena = *std::move(created);
+  const auto carve = [this](int64_t bytes) {
+    return arena->Carve(MemoryCategory::kLibraryWorkspace, bytes);
+  };
+  hidden = carve(row_bytes);
+  grad_hidden = carve(row_bytes);
+  weight = carve(weight_elements * half);
+  grad_weight = carve(weight_elements * BytesPerElement(DType::kFloat32));
+  logits = carve(shape.rows * logits_stride * half);
+  LMHEAD_RETURN_IF_CUDA_ERROR(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  LMHEAD_RETURN_IF_CUDA_ERROR(cudaEventCreate(&start));
+  LMHEAD_RETURN_IF_CUDA_ERROR(cudaEventCreate(&stop));
+  auto made = HeadGemm::Create({.dtype = DType::kBFloat16,
+                                .grad_hidden_dtype = DType::kBFloat16,
+                                .hidden_size = shape.hidden_size,
+                                .logits_stride = logits_stride,
+                                .workspace = carve(kCudaWorkspaceBytes),
+                                .workspace_bytes = kCudaWorkspaceBytes});
+  if (!made.ok()) return made.status();
+  gemm = *std::move(made);
+  const MatrixView noisy[] = {{hidden, shape.rows, shape.hidden_size, DType::kBFloat16},
+                              {weight, shape.vocab_size, shape.hidden_size, DType::kBFloat16}};
+  for (const MatrixView& matrix : noisy) {
+    LMHEAD_RETURN_IF_CUDA_ERROR(kernels::LaunchFillNoise(matrix, kNoiseScale, 1, stream));
+  }
+  for (const HeadProduct product :
+       {HeadProduct::kLogits, HeadProduct::kGradHidden, HeadProduct::kGradWeight}) {
+    HeadProductCall call = {product, shape.rows, shape.vocab_size, hidden, weight, logits};
+    call.grad = product == HeadProduct::kGradHidden ? grad_hidden : grad_weight;
+    call.beta = product == HeadProduct::kGradWeight ? 1.0f : 0.0f;
+    LMHEAD_RETURN_IF_ERROR(gemm->Tune(call, stream).status());
+  }
+  return absl::OkStatus();
+}
+
+absl::Status BareProducts::Impl::Run(HeadProduct product) {
+  HeadProductCall call = {product, shape.rows, shape.vocab_size, hidden, weight, logits};
+  call.grad = product == HeadProduct::kGradHidden ? grad_hidden : grad_weight;
+  call.beta = product == HeadProduct::kGradWeight ? 1.0f : 0.0f;
+  return gemm->Run(call, stream);
+}
+
+absl::StatusOr<double> BareProducts::Impl::TimeRuns(int num_runs,
+                                                    const std::vector<HeadProduct>& products) {
+  LMHEAD_RETURN_IF_CUDA_ERROR(cudaEventRecord(start, stream));
+  for (int run = 0; run < num_runs; ++run) {
+    for (const HeadProduct product : products) LMHEAD_RETURN_IF_ERROR(Run(product));
+  }
+  LMHEAD_RETURN_IF_CUDA_ERROR(cudaEventRecord(stop, stream));
+  LMHEAD_RETURN_IF_CUDA_ERROR(cudaEventSynchronize(stop));
+  float milliseconds = 0.0f;
+  LMHEAD_RETURN_IF_CUDA_ERROR(cudaEventElapsedTime(&milliseconds, start, stop));
+  return milliseconds / num_runs;
+}
+
+BareProducts::BareProducts(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+BareProducts::~BareProducts() = default;
+
+absl::StatusOr<std::unique_ptr<BareProducts>> BareProducts::Create(const KernelShape& shape) {
+  auto impl = std::make_unique<Impl>();
+  impl->shape = shape;
+  LMHEAD_RETURN_IF_ERROR(impl->Init());
+  return std::unique_ptr<BareProducts>(new BareProducts(std::move(impl)));
+}
+
+absl::StatusOr<double> BareProducts::Time(int num_batches, bool recompute) {
+  std::vector<HeadProduct> products = {HeadProduct::kLogits, HeadProduct::kGradHidden,
+                                       HeadProduct::kGradWeight};
+  if (recompute) products.insert(products.begin(), HeadProduct::kLogits);
+  return impl_->TimeRuns(num_batches, products);
+}
+
+absl::StatusOr<ProductTimes> BareProducts::TimeEach(int num_runs) {
+  ProductTimes times;
+  const auto time = [&](HeadProduct product, double* milliseconds) -> absl::Status {
+    absl::StatusOr<double> measured = impl_->TimeRuns(num_runs, {product});
+    if (!measured.ok()) return measured.status();
+    *milliseconds = *measured;
+    return absl::OkStatus();
+  };
+  LMHEAD_RETURN_IF_ERROR(time(HeadProduct::kLogits, &times.logits));
+  LMHEAD_RETURN_IF_ERROR(time(HeadProduct::kGradHidden, &times.grad_hidden));
+  LMHEAD_RETURN_IF_ERROR(time(HeadProduct::kGradWeight, &times.grad_weight));
+  return times;
+}
+
+// --- The head ----------------------------------------------------------------------------------
+
+// Rows of one batch in flight, as a staging slot would hold them.
+struct StagedRows {
+  explicit StagedRows(const KernelShape& shape)
+      : hidden(RandomBFloat16(shape.rows * shape.hidden_size, 1.0f)),
+        targets(static_cast<size_t>(shape.rows)),
+        entropy(static_cast<size_t>(shape.rows)) {
+    std::minstd_rand random(2);
+    for (int32_t& target : targets) {
+      target = static_cast<int32_t>(random() % static_cast<uint64_t>(shape.vocab_size));
+    }
+  }
+  ~StagedRows() { UnpinHostMemory(hidden.data()); }
+  absl::Status Pin() {
+    return PinHostMemory(hidden.data(), static_cast<int64_t>(hidden.size() * sizeof(uint16_t)));
+  }
+
+  std::vector<uint16_t> hidden;
+  std::vector<int32_t> targets;
+  std::vector<float> entropy;
+};
+
+struct TimedHead::Impl {
+  absl::Status Init(const HeadSpec& options);
+
+  KernelShape shape;
+  int64_t device_bytes_before = 0;
+  MemoryPlan plan;
+  MemoryAccount account;
+  std::unique_ptr<StagedRows> rows;
+  std::unique_ptr<StagedRows> answers;
+  std::unique_ptr<ComputeBackend> backend;  // Before what its batches touch.
+};
+
+absl::Status TimedHead::Impl::Init(const HeadSpec& options) {
+  HeadSpec spec = options;
+  spec.name = "bench";
+  spec.vocab_size = shape.vocab_size;
+  spec.hidden_size = shape.hidden_size;
+  spec.weight_dtype = DType::kBFloat16;
+  spec.trainable = true;
+  spec.optimizer.kind = OptimizerKind::kSgd;
+  spec.batch_tokens = shape.rows;
+  plan = PlanForSchedule(spec, spec.schedule, {.backend = BackendKind::kCuda});
+  rows = std::make_unique<StagedRows>(shape);
+  answers = std::make_unique<StagedRows>(shape);
+  LMHEAD_RETURN_IF_ERROR(rows->Pin());
+  LMHEAD_RETURN_IF_ERROR(answers->Pin());
+  absl::StatusOr<CudaDevice> before = DescribeCudaDevice(kDevice);
+  if (!before.ok()) return before.status();
+  device_bytes_before = before->used_bytes;
+  auto created = CreateCudaBackend(spec, plan, &account, kDevice);
+  if (!created.ok()) return created.status();
+  backend = *std::move(created);
+  // One random block of rows, over and over.
+  const std::vector<uint16_t> block = RandomBFloat16(shape.rows * shape.hidden_size, 0.02f);
+  for (int64_t start = 0; start < shape.vocab_size; start += shape.rows) {
+    const int64_t count = std::min(shape.rows, shape.vocab_size - start);
+    LMHEAD_RETURN_IF_ERROR(backend->WriteRows(
+        TensorKind::kWeight, start, {block.data(), count, shape.hidden_size, DType::kBFloat16}));
+  }
+  return absl::OkStatus();
+}
+
+TimedHead::TimedHead(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+TimedHead::~TimedHead() = default;
+
+absl::StatusOr<std::unique_ptr<TimedHead>> TimedHead::Create(const KernelShape& shape,
+                                                             const HeadSpec& options) {
+  auto impl = std::make_unique<Impl>();
+  impl->shape = shape;
+  LMHEAD_RETURN_IF_ERROR(impl->Init(options));
+  return std::unique_ptr<TimedHead>(new TimedHead(std::move(impl)));
+}
+
+absl::StatusOr<BatchTimes> TimedHead::Time(int num_batches, const LossRecipe& recipe,
+                                           bool entropy) {
+  const KernelShape& shape = impl_->shape;
+  ChunkRows chunk = {.hidden_states = {impl_->rows->hidden.data(), shape.rows, shape.hidden_size,
+                                       DType::kBFloat16},
+                     .targets = impl_->rows->targets,
+                     .grad_hidden_states = {impl_->answers->hidden.data(), shape.rows,
+                                            shape.hidden_size, DType::kBFloat16}};
+  if (entropy) chunk.entropy = impl_->answers->entropy.data();
+  absl::Mutex mu;
+  int num_done = 0;
+  BatchTimes times;
+  absl::Status failure;
+  const auto start = std::chrono::steady_clock::now();
+  for (int i = 0; i < num_batches; ++i) {
+    impl_->backend->ComputeBatch({&recipe, BackwardMode::kHiddenAndWeight, {&chunk, 1}},
+                                 [&](absl::StatusOr<BatchOutput> output) {
+                                   absl::MutexLock lock(&mu);
+                                   ++num_done;
+                                   failure.Update(output.status());
+                                   if (!output.ok()) return;
+                                   times.compute += output->timings.compute_seconds;
+                                 });
+  }
+  const auto all_done = [&] { return num_done == num_batches; };
+  absl::MutexLock lock(&mu);
+  mu.Await(absl::Condition(&all_done));
+  const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
+  if (!failure.ok()) return failure;
+  times.compute *= kMillisecondsPerSecond / num_batches;
+  times.wall = seconds.count() * kMillisecondsPerSecond / num_batches;
+  return times;
+}
+
+absl::StatusOr<HeadMemory> TimedHead::Memory() const {
+  const absl::StatusOr<CudaDevice> device = DescribeCudaDevice(kDevice);
+  if (!device.ok()) return device.status();
+  return HeadMemory{.plan_bytes = impl_->plan.TotalBytes(),
+                    .account_peak_bytes = impl_->account.Read().total.peak_process_bytes,
+                    .device_bytes = device->used_bytes - impl_->device_bytes_before};
+}
+
+}  // namespace lmhead::bench
