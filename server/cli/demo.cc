@@ -32,7 +32,7 @@
 ABSL_FLAG(std::string, text, "",
           "Text to train on: a file or a folder; further ones may follow as plain arguments. "
           "Default: the licences in /usr/share/common-licenses, else the project's own docs.");
-ABSL_FLAG(int32_t, steps, 300, "Optimizer steps to train for.");
+ABSL_FLAG(int32_t, steps, 200, "Optimizer steps to train for.");
 ABSL_FLAG(uint64_t, seed, 1, "Seed of the initial parameters and of the order of the words.");
 
 namespace lmhead {
@@ -46,7 +46,9 @@ constexpr int64_t kCheckTokens = 64;
 constexpr int64_t kHiddenSizeDefault = 128;
 constexpr int64_t kHiddenSizeMax = 4096;
 constexpr int64_t kNumGuesses = 4;
+constexpr int kStagingSlots = 8;
 constexpr int kExitFailed = 1;
+constexpr int kExitUsage = 2;
 constexpr int kExitInterrupted = 130;  // As a shell reports SIGINT.
 
 std::atomic<bool> interrupted = false;
@@ -117,6 +119,13 @@ absl::StatusOr<NamedCorpus> LoadCorpus(absl::Span<char* const> positional) {
   return NamedCorpus{std::move(source), *std::move(corpus)};
 }
 
+// Room for what two workers and an evaluation have under way; the defaults are for large models.
+std::vector<std::string> ServerFlags() {
+  return {absl::StrCat("--backend=", absl::GetFlag(FLAGS_backend)),
+          absl::StrCat("--staging_slots=", kStagingSlots),
+          absl::StrCat("--chunk_bytes_max=", demo::kChunkBytes)};
+}
+
 // The service: a child of ours, or the one at --address.
 struct Service {
   std::unique_ptr<LocalServer> child;  // Null with --address.
@@ -128,8 +137,9 @@ absl::StatusOr<Service> ReachService() {
   Service service;
   service.facts.address = absl::GetFlag(FLAGS_address);
   if (service.facts.address.empty()) {
-    auto child =
-        LocalServer::Start(OwnBinary(), {absl::StrCat("--backend=", absl::GetFlag(FLAGS_backend))});
+    // Trainer and service share a few cores here: the service's idle threads must not spin on them.
+    setenv("OMP_WAIT_POLICY", "passive", /*overwrite=*/0);
+    auto child = LocalServer::Start(OwnBinary(), ServerFlags());
     if (!child.ok()) return child.status();
     service.child = *std::move(child);
     service.facts.address = service.child->address();
@@ -144,24 +154,41 @@ absl::StatusOr<Service> ReachService() {
   return service;
 }
 
-// The service's peak, from its Prometheus endpoint when the demo knows it.
-absl::StatusOr<demo::MemoryFacts> ReadMemory(Service* service, const Trainer& trainer) {
-  demo::MemoryFacts facts{.tokens_per_step = trainer.tokens_per_step(),
-                          .vocab_size = trainer.corpus().vocabulary.size(),
-                          .dtype = trainer.options().dtype};
-  if (service->child == nullptr) {
-    auto info = service->client->GetServerInfo();
-    if (!info.ok()) return info.status();
-    for (const auto& rank : info->memory()) facts.peak_bytes += rank.peak_process_bytes();
-    facts.source = "GetServerInfo; with every head of that service";
-    return facts;
+// The service's memory as GetServerInfo answers it, for a service whose metrics the demo cannot
+// know.
+absl::Status AskMemory(Client* client, demo::MemoryFacts* facts) {
+  auto info = client->GetServerInfo();
+  if (!info.ok()) return info.status();
+  for (const auto& rank : info->memory()) {
+    facts->peak_bytes += rank.peak_process_bytes();
+    facts->staging_bytes = rank.staging_bytes();
   }
-  auto metrics = demo::ScrapeMetrics(service->child->metrics_address());
+  facts->source = "GetServerInfo; with every head of that service";
+  return absl::OkStatus();
+}
+
+// The service's memory from its Prometheus endpoint.
+absl::Status ScrapeMemory(const std::string& address, demo::MemoryFacts* facts) {
+  auto metrics = demo::ScrapeMetrics(address);
   if (!metrics.ok()) return metrics.status();
   auto peak = demo::MetricValue(*metrics, "lmhead_memory_total_peak_bytes", {"scope=\"process\""});
   if (!peak.ok()) return peak.status();
-  facts.peak_bytes = static_cast<int64_t>(*peak);
-  facts.source = absl::StrCat("http://", service->child->metrics_address(), "/metrics");
+  auto staging = demo::MetricValue(*metrics, "lmhead_staging_bytes", {});
+  if (!staging.ok()) return staging.status();
+  facts->peak_bytes = static_cast<int64_t>(*peak);
+  facts->staging_bytes = static_cast<int64_t>(*staging);
+  facts->source = absl::StrCat("http://", address, "/metrics");
+  return absl::OkStatus();
+}
+
+absl::StatusOr<demo::MemoryFacts> ReadMemory(const Service& service, const Trainer& trainer) {
+  demo::MemoryFacts facts{.tokens_per_step = trainer.tokens_per_step(),
+                          .vocab_size = trainer.corpus().vocabulary.size(),
+                          .dtype = trainer.options().dtype};
+  absl::Status read = service.child == nullptr
+                          ? AskMemory(service.client.get(), &facts)
+                          : ScrapeMemory(service.child->metrics_address(), &facts);
+  if (!read.ok()) return read;
   return facts;
 }
 
@@ -250,6 +277,7 @@ std::string ResultJson(const TrainingResult& result, const Corpus& corpus,
       {"heldout_unigram_loss", corpus.heldout_unigram_loss},
       {"tokens_per_second", result.tokens_per_second},
       {"peak_bytes", memory.peak_bytes},
+      {"staging_bytes", memory.staging_bytes},
       {"dense_logits_bytes", demo::DenseLogitsOfStep(memory).TotalBytes()},
       {"check_loss_error", check.loss_error},
       {"check_grad_error", check.WorstGradError()},
@@ -274,7 +302,7 @@ absl::StatusOr<bool> TrainAndReport(Service* service, const NamedCorpus& text,
                      Summary(*result, text.corpus), "\nHeld-out text, next word guessed\n"));
   if (auto status = PrintGuesses(trainer); !status.ok()) return status;
 
-  auto memory = ReadMemory(service, *trainer);
+  auto memory = ReadMemory(*service, *trainer);
   if (!memory.ok()) return memory.status();
   Print(absl::StrCat("\nMemory\n", demo::RenderMemory(*memory)));
 
@@ -318,7 +346,7 @@ int RunDemo(absl::Span<char* const> positional) {
   }
   if (!passed.ok()) {
     std::fprintf(stderr, "lmhead demo: %s\n", std::string(passed.status().message()).c_str());
-    return kExitFailed;
+    return passed.status().code() == absl::StatusCode::kInvalidArgument ? kExitUsage : kExitFailed;
   }
   if (!*passed) {
     std::fprintf(stderr, "lmhead demo: the service does not agree with the oracle\n");

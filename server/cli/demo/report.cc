@@ -153,20 +153,21 @@ DenseLogits DenseLogitsOfStep(const MemoryFacts& facts) {
 }
 
 std::string RenderMemory(const MemoryFacts& facts) {
+  const auto line = [](const std::string& what, int64_t bytes, const std::string& note) {
+    return absl::StrFormat("  %-48s %10s   %s\n", what, HumanBytes(bytes), note);
+  };
   const DenseLogits step = DenseLogitsOfStep(facts);
   const DenseLogits context = PlanDenseLogits(kLongContextTokens, facts.vocab_size, facts.dtype);
-  std::string out;
-  absl::StrAppendFormat(&out, "  %-44s %10s   (%s)\n", "the service, everything, at its peak",
-                        HumanBytes(facts.peak_bytes), facts.source);
-  absl::StrAppendFormat(
-      &out, "  %-44s %10s   (logits %s; float32 copy, log-softmax, gradient)\n",
-      absl::StrCat("dense logits of one step, ", WithCommas(facts.tokens_per_step), " words"),
-      HumanBytes(step.TotalBytes()), HumanBytes(step.logits_bytes));
-  absl::StrAppendFormat(
-      &out, "  %-44s %10s   (the service's peak stays where it is)\n",
-      absl::StrCat("dense logits of a context of ", WithCommas(kLongContextTokens), " words"),
-      HumanBytes(context.TotalBytes()));
-  return out;
+  return absl::StrCat(
+      line("the service at its peak: weights to scratch", facts.peak_bytes,
+           absl::StrCat("from ", facts.source)),
+      line("its message buffers in host memory", facts.staging_bytes, "fixed at start"),
+      line(absl::StrCat("dense logits of one step, ", WithCommas(facts.tokens_per_step), " words"),
+           step.TotalBytes(),
+           absl::StrCat("logits ", HumanBytes(step.logits_bytes),
+                        ", and float32 copy, log-softmax, gradient")),
+      line(absl::StrCat("dense logits of a context of ", WithCommas(kLongContextTokens), " words"),
+           context.TotalBytes(), "where the service's peak stays as it is"));
 }
 
 std::string RenderCheck(const CheckReport& check) {

@@ -48,8 +48,9 @@ std::string RenderGuesses(const Corpus& corpus, const std::vector<Guess>& guesse
 
 // The service's peak beside what dense logits would have needed.
 struct MemoryFacts {
-  int64_t peak_bytes = 0;
-  std::string source;  // Where the peak was read.
+  int64_t peak_bytes = 0;     // Of everything that computes; accounted, not sampled.
+  int64_t staging_bytes = 0;  // Host buffers between the wire and the backend, fixed at start.
+  std::string source;         // Where these were read.
   int64_t tokens_per_step = 0;
   int64_t vocab_size = 0;
   DType dtype = DType::kBFloat16;

@@ -56,6 +56,7 @@ class Worker {
                                 int32_t* argmax) {
     Prepare(positions);
     spec.hidden_dtype = dtype_;
+    spec.chunk_bytes = kChunkBytes;
     auto writer = client->OpenWriter(spec);
     if (!writer.ok()) return writer.status();
     const bool wants_grad = spec.outputs.grad_hidden_states();
@@ -172,6 +173,7 @@ absl::Status Trainer::CreateHead() {
   spec.set_weight_dtype(ProtoDType(options_.dtype));
   spec.set_has_bias(true);
   spec.set_trainable(true);
+  spec.set_batch_tokens(kMicroBatchTokens);
   spec.mutable_optimizer()->set_kind(v1::OPTIMIZER_KIND_ADAMW);
   spec.mutable_optimizer()->set_beta2(0.99);
   spec.mutable_optimizer()->set_weight_decay(0.01);

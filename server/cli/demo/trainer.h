@@ -30,13 +30,16 @@ namespace lmhead::demo {
 
 inline constexpr int kNumWorkers = 2;
 
+// hidden_states of one message.
+inline constexpr int64_t kChunkBytes = int64_t{1} << 20;
+
 struct TrainerOptions {
   std::string head = "demo";
   DType dtype = DType::kBFloat16;  // Of the head's weight and of the hidden states on the wire.
   int64_t hidden_size = 128;
-  int64_t num_steps = 300;          // The learning-rate schedule ends there.
-  int64_t tokens_per_step = 2048;   // Over all workers.
-  double learning_rate_max = 5e-3;  // After the warm-up; falls along a cosine to a tenth.
+  int64_t num_steps = 200;            // The learning-rate schedule ends there.
+  int64_t tokens_per_step = 2048;     // Over all workers.
+  double learning_rate_max = 1.5e-2;  // After the warm-up; falls along a cosine to a tenth.
   double max_grad_norm = 1.0;
   uint64_t seed = 1;
 };
