@@ -7,13 +7,24 @@
 #include <string>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "proto/types/limits.h"
 
 namespace lmhead {
 
+// Bounds of the numbers.
+inline constexpr int32_t kStagingSlotsMax = 4096;
+inline constexpr int64_t kChunkBytesMin = 4 * kKiB;
+inline constexpr int64_t kChunkBytesMax = 256 * kMiB;
+inline constexpr int32_t kInflightChunksMax = 4096;
+
 // Which backend computes. kAuto takes the GPU when the build and the machine have one.
 enum class BackendChoice : uint8_t { kAuto, kCpu, kCuda };
+
+// Whether waiting chunks share batches. kAuto: on for the GPU, off for the CPU, where it would cost
+// bitwise reproducibility for little.
+enum class JoinChunks : uint8_t { kAuto, kOn, kOff };
 
 // Defaults are those of the flags of the same names.
 struct ServerConfig {
@@ -26,10 +37,13 @@ struct ServerConfig {
   int32_t max_streams = 0;  // 0: as many as staging slots.
   int32_t max_inflight_chunks = kDefaultInflightChunksMax;
   int64_t batch_tokens = 0;  // Of heads that do not say; 0: the backend's default.
-  bool join_chunks = false;
-  absl::Duration write_timeout = absl::Seconds(60);
+  JoinChunks join_chunks = JoinChunks::kAuto;
+  absl::Duration write_timeout = absl::Seconds(60);  // See --write_timeout_seconds.
   bool reflection = false;
 };
+
+// INVALID_ARGUMENT unless `name` is auto, cpu or cuda.
+absl::StatusOr<BackendChoice> ParseBackendChoice(const std::string& name);
 
 // OK when every number is in range and the numbers fit each other. INVALID_ARGUMENT naming the
 // flag, what was got and what is wanted.

@@ -48,6 +48,10 @@ class StagingPool {
   // Returns a slot.
   void Release(StagingSlot* slot);
 
+  // All slots, one block; for pinning it.
+  std::byte* data() const { return base_; }
+  int64_t size_bytes() const { return num_slots() * slot_bytes_; }
+
   int32_t num_slots() const { return static_cast<int32_t>(slots_.size()); }
   int64_t slot_bytes() const { return slot_bytes_; }
   int32_t num_lent() const;     // In-flight chunks.

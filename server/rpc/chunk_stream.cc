@@ -311,6 +311,14 @@ void ChunkStream::CheckStalled(absl::Time now) {
   Pump();
 }
 
+void ChunkStream::End(const absl::Status& status) {
+  {
+    absl::MutexLock lock(&mu_);
+    Fail(status, /*after_answers=*/false);
+  }
+  Pump();
+}
+
 void ChunkStream::OnReadDone(bool ok) {
   Phase phase;
   StagingSlot* slot = nullptr;
@@ -365,13 +373,7 @@ void ChunkStream::OnWriteDone(bool ok) {
   Pump();
 }
 
-void ChunkStream::OnCancel() {
-  {
-    absl::MutexLock lock(&mu_);
-    Fail(absl::CancelledError("the client is gone"), /*after_answers=*/false);
-  }
-  Pump();
-}
+void ChunkStream::OnCancel() { End(absl::CancelledError("the client is gone")); }
 
 void ChunkStream::OnDone() {
   std::shared_ptr<HeadStream> head_stream;  // Detached and destroyed without the lock.

@@ -68,6 +68,9 @@ class ChunkStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc:
   // Starts every gRPC operation that is due. Any thread that holds no lock; never blocks.
   void Pump();
 
+  // Ends the stream with an error, dropping answers.
+  void End(const absl::Status& status);
+
   // Ends the stream when its client has kept it waiting for longer than the stall timeout.
   void CheckStalled(absl::Time now);
 

@@ -253,7 +253,10 @@ grpc::Status LmHeadServiceImpl::PrepareStep(grpc::ServerContext* context,
   if (!deadline.ok()) return ToGrpcStatus(deadline.status());
   absl::StatusOr<PreparedStep> prepared =
       (*head)->PrepareStep(request->step(), request->incarnation(), *deadline,
-                           [context] { return context->IsCancelled(); });
+                           [&] { return context->IsCancelled() || !env_.streams->ended().ok(); });
+  if (absl::IsCancelled(prepared.status()) && !env_.streams->ended().ok()) {
+    return ToGrpcStatus(env_.streams->ended());
+  }
   if (!prepared.ok()) return ToGrpcStatus(prepared.status());
   *response->mutable_sums() = LossSumsToProto(prepared->sums);
   response->set_grad_squared_norm(prepared->grad_squared_norm);

@@ -30,6 +30,7 @@ StreamSet::~StreamSet() {
 
 absl::Status StreamSet::Admit(std::shared_ptr<ChunkStream> stream) {
   absl::MutexLock lock(&mu_);
+  if (!ended_.ok()) return ended_;
   if (static_cast<int32_t>(streams_.size()) < max_streams_) {
     streams_.emplace(stream.get(), stream);
     return absl::OkStatus();
@@ -48,6 +49,27 @@ void StreamSet::Remove(ChunkStream* stream) {
   if (it == streams_.end()) return;
   removed = std::move(it->second);
   streams_.erase(it);
+}
+
+void StreamSet::EndAll(const absl::Status& status) {
+  std::vector<std::shared_ptr<ChunkStream>> streams;
+  {
+    absl::MutexLock lock(&mu_);
+    ended_ = status;
+    streams = List();
+  }
+  for (const std::shared_ptr<ChunkStream>& stream : streams) stream->End(status);
+}
+
+absl::Status StreamSet::ended() const {
+  absl::MutexLock lock(&mu_);
+  return ended_;
+}
+
+std::vector<std::shared_ptr<ChunkStream>> StreamSet::List() const {
+  std::vector<std::shared_ptr<ChunkStream>> streams;
+  for (const auto& [key, stream] : streams_) streams.push_back(stream);
+  return streams;
 }
 
 void StreamSet::Wake(std::shared_ptr<ChunkStream> stream) {
@@ -83,7 +105,7 @@ void StreamSet::WatchLoop() {
     {
       absl::MutexLock lock(&mu_);
       if (mu_.AwaitWithTimeout(absl::Condition(&stopping_), kWatchPeriod)) return;
-      for (const auto& [key, stream] : streams_) streams.push_back(stream);
+      streams = List();
     }
     for (const std::shared_ptr<ChunkStream>& stream : streams) stream->CheckStalled(absl::Now());
   }

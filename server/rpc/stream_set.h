@@ -36,6 +36,11 @@ class StreamSet {
   absl::Status Admit(std::shared_ptr<ChunkStream> stream);
   void Remove(ChunkStream* stream);
 
+  // Ends every stream with `status` and refuses new ones with it.
+  void EndAll(const absl::Status& status);
+  // OK until EndAll; then what it was told.
+  absl::Status ended() const;
+
   // Has a thread call stream->Pump() soon.
   void Wake(std::shared_ptr<ChunkStream> stream);
 
@@ -45,11 +50,13 @@ class StreamSet {
  private:
   void PumpLoop();
   void WatchLoop();
+  std::vector<std::shared_ptr<ChunkStream>> List() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   const int32_t max_streams_;
   mutable absl::Mutex mu_;
   std::unordered_map<ChunkStream*, std::shared_ptr<ChunkStream>> streams_ ABSL_GUARDED_BY(mu_);
   std::deque<std::shared_ptr<ChunkStream>> woken_ ABSL_GUARDED_BY(mu_);
+  absl::Status ended_ ABSL_GUARDED_BY(mu_);
   bool stopping_ ABSL_GUARDED_BY(mu_) = false;
   std::vector<std::thread> threads_;  // Last: they start when everything else is there.
 };
