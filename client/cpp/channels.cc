@@ -32,6 +32,20 @@ std::shared_ptr<grpc::Channel> MakeChannel(const std::string& address, int64_t m
   return grpc::CreateCustomChannel(address, grpc::InsecureChannelCredentials(), arguments);
 }
 
+std::shared_ptr<grpc::Channel> ChannelPool::Take(int64_t message_bytes_max) {
+  {
+    const absl::MutexLock lock(&mu_);
+    const auto found = idle_.find(message_bytes_max);
+    if (found != idle_.end()) return std::move(idle_.extract(found).mapped());
+  }
+  return MakeChannel(address_, message_bytes_max);
+}
+
+void ChannelPool::Give(int64_t message_bytes_max, std::shared_ptr<grpc::Channel> channel) {
+  const absl::MutexLock lock(&mu_);
+  idle_.emplace(message_bytes_max, std::move(channel));
+}
+
 absl::Status WaitForConnection(grpc::Channel& channel, const std::string& address,
                                absl::Duration timeout, const std::function<bool()>& stop) {
   const absl::Time deadline = absl::Now() + timeout;

@@ -7,10 +7,14 @@
 
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <string>
+#include <utility>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
+#include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 
 namespace lmhead {
@@ -19,6 +23,25 @@ namespace lmhead {
 // share one), keepalive, and no retries by gRPC: retries are the caller's, who knows what was
 // counted. Connects lazily. Takes the process-lifetime gRPC reference.
 std::shared_ptr<grpc::Channel> MakeChannel(const std::string& address, int64_t message_bytes_max);
+
+// Channels of a client's writers between their uses: a writer a step costs no new connections.
+//
+// gRPC joins its callback threads when the last channel goes, so that no channel may be destroyed
+// on one of them: who takes a channel gives it back, and lets its pool go, on a thread of its own.
+// Thread-safe.
+class ChannelPool {
+ public:
+  explicit ChannelPool(std::string address) : address_(std::move(address)) {}
+
+  // A channel nobody else uses.
+  std::shared_ptr<grpc::Channel> Take(int64_t message_bytes_max);
+  void Give(int64_t message_bytes_max, std::shared_ptr<grpc::Channel> channel);
+
+ private:
+  const std::string address_;
+  absl::Mutex mu_;
+  std::multimap<int64_t, std::shared_ptr<grpc::Channel>> idle_ ABSL_GUARDED_BY(mu_);
+};
 
 // Waits until the channel is connected; `stop` is asked several times a second and ends the wait
 // with CANCELLED. UNAVAILABLE with the address when it takes longer than `timeout`.

@@ -112,7 +112,10 @@ class Client::Connection {
       : address_(address),
         options_(options),
         channel_(MakeChannel(address, kControlMessageBytesMax)),
+        data_channels_(std::make_shared<ChannelPool>(address)),
         stub_(v1::LmHeadService::NewStub(channel_)) {}
+
+  const std::shared_ptr<ChannelPool>& data_channels() const { return data_channels_; }
 
   absl::Status AwaitConnected() {
     return WaitForConnection(*channel_, address_, options_.connect_timeout, [] { return false; });
@@ -154,6 +157,7 @@ class Client::Connection {
   const std::string address_;
   const ClientOptions options_;
   const std::shared_ptr<grpc::Channel> channel_;
+  const std::shared_ptr<ChannelPool> data_channels_;
   const std::unique_ptr<Stub> stub_;
 };
 
@@ -273,7 +277,8 @@ absl::Status Client::ReadWeights(std::string_view head, v1::TensorKind tensor, i
 
 absl::StatusOr<std::unique_ptr<StepWriter>> Client::OpenWriter(const WriterSpec& spec) {
   if (absl::Status status = CheckWriterSpec(spec); !status.ok()) return status;
-  auto impl = std::make_shared<StepWriter::Impl>(address_, options_, spec);
+  auto impl =
+      std::make_shared<StepWriter::Impl>(address_, connection_->data_channels(), options_, spec);
   std::unique_ptr<StepWriter> writer(new StepWriter(impl));
   if (absl::Status status = impl->Open(); !status.ok()) return status;
   return writer;

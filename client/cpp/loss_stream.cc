@@ -48,8 +48,8 @@ void LossStream::OnWriteDone(bool ok) {
 }
 
 void LossStream::OnDone(const grpc::Status& status) {
-  const std::shared_ptr<StepWriter::Impl> writer = writer_;
-  writer->OnDone(connection_, status);  // Drops the writer's reference: *this may be gone now.
+  const std::shared_ptr<StepWriter::Impl> writer = writer_;  // May be the last one.
+  writer->OnDone(connection_, status);                       // *this may be gone now.
 }
 
 }  // namespace lmhead

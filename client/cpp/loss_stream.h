@@ -1,7 +1,8 @@
 // One ComputeLoss call of a StepWriter: moves bytes between gRPC and the writer.
 //
-// An attempt: when it breaks, the writer starts another. The object is shared by the writer and by
-// itself until OnDone; gRPC's callbacks only hand over to the writer, which decides.
+// An attempt: when it breaks, the writer starts another. gRPC's callbacks only hand over to the
+// writer, which decides. Owned by the writer, and keeps the writer's state alive; destroyed after
+// OnDone, never on gRPC's threads.
 
 #ifndef LMHEAD_CLIENT_CPP_LOSS_STREAM_H_
 #define LMHEAD_CLIENT_CPP_LOSS_STREAM_H_

@@ -151,17 +151,19 @@ void LoanCount::AwaitZero() {
 
 // --- Callers' threads ---------------------------------------------------------------------------
 
-StepWriter::Impl::Impl(std::string address, const ClientOptions& options, const WriterSpec& spec)
+StepWriter::Impl::Impl(std::string address, std::shared_ptr<ChannelPool> channels,
+                       const ClientOptions& options, const WriterSpec& spec)
     : address_(std::move(address)),
       options_(options),
       spec_(spec),
+      message_bytes_max_(
+          std::max(kControlMessageBytesMax, spec.chunk_bytes + kMessageHeaderBytesMax)),
+      channels_(std::move(channels)),
       connections_(static_cast<size_t>(spec.num_connections)),
       incarnation_(spec.incarnation),
       max_chunk_tokens_(kChunkTokensMax) {
-  const int64_t message_bytes_max =
-      std::max(kControlMessageBytesMax, spec.chunk_bytes + kMessageHeaderBytesMax);
   for (Connection& connection : connections_) {
-    connection.channel = MakeChannel(address_, message_bytes_max);
+    connection.channel = channels_->Take(message_bytes_max_);
   }
 }
 
@@ -327,7 +329,7 @@ void StepWriter::Impl::Cancel() {
     }
     const auto any_call = [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
       return std::any_of(connections_.begin(), connections_.end(),
-                         [](const Connection& c) { return c.stream != nullptr; });
+                         [](const Connection& c) { return c.in_call; });
     };
     while (any_call()) changed_.Wait(&mu_);
   }
@@ -342,6 +344,16 @@ void StepWriter::Impl::Shutdown() {
     changed_.SignalAll();
   }
   if (opener_.joinable()) opener_.join();
+  std::vector<std::shared_ptr<LossStream>> streams;  // Destroyed here, before the channels go.
+  std::shared_ptr<ChannelPool> channels;
+  {
+    const absl::MutexLock lock(&mu_);
+    channels = std::move(channels_);
+    for (Connection& connection : connections_) {
+      streams.push_back(std::move(connection.stream));
+      channels->Give(message_bytes_max_, std::move(connection.channel));
+    }
+  }
 }
 
 // --- Sending ------------------------------------------------------------------------------------
@@ -368,7 +380,7 @@ std::vector<StepWriter::Impl::PlannedWrite> StepWriter::Impl::PlanWrites() {
     pending_.pop_front();
     connection->writing = true;
     connection->sent.back().ticket->loans.Lend();
-    writes.push_back({.stream = connection->stream, .chunk = connection->sent.back()});
+    writes.push_back({.stream = connection->stream.get(), .chunk = connection->sent.back()});
   }
   if (finishing_ && num_submitting_ == 0 && NumUnanswered() == 0) PlanEnds(writes);
   return writes;
@@ -379,7 +391,7 @@ void StepWriter::Impl::PlanEnds(std::vector<PlannedWrite>& writes) {
     if (connection.state != State::kOpen || connection.writing || connection.let_go) continue;
     connection.state = State::kEnding;
     connection.writing = true;
-    writes.push_back({.stream = connection.stream, .num_chunks = next_chunk_});
+    writes.push_back({.stream = connection.stream.get(), .num_chunks = next_chunk_});
   }
 }
 
@@ -529,13 +541,11 @@ void StepWriter::Impl::OnWriteDone(size_t index, bool ok) {
 
 void StepWriter::Impl::OnDone(size_t index, const grpc::Status& grpc_status) {
   const absl::Status status = AtAddress(address_, FromGrpcStatus(grpc_status));
-  std::shared_ptr<LossStream> over;  // Destroyed after the lock is released.
   std::vector<PlannedWrite> writes;
   {
     const absl::MutexLock lock(&mu_);
     Connection& connection = connections_[index];
-    over = std::move(connection.stream);
-    connection.stream = nullptr;
+    connection.in_call = false;
     // Another stream of ours with the same index may still be there, until the server notices that
     // its connection is gone.
     const bool retryable =
@@ -563,7 +573,7 @@ void StepWriter::Impl::Fail(const absl::Status& error) {
   error_ = error;
   pending_.clear();
   for (Connection& connection : connections_) {
-    if (connection.stream == nullptr) {
+    if (!connection.in_call) {
       connection.state = State::kFinished;
       continue;
     }
@@ -711,11 +721,13 @@ void StepWriter::Impl::StartStream(size_t index) {
   const grpc::ByteBuffer message = EncodeRequest(open);
   std::shared_ptr<grpc::Channel> channel;
   auto stream = std::make_shared<LossStream>(shared_from_this(), index);
+  std::shared_ptr<LossStream> previous;
   {
     const absl::MutexLock lock(&mu_);
     if (!error_.ok()) return;
     Connection& connection = connections_[index];
-    connection.stream = stream;
+    previous = std::exchange(connection.stream, stream);
+    connection.in_call = true;
     connection.state = State::kOpening;
     connection.writing = true;  // `open` itself.
     connection.held = true;

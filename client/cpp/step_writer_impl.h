@@ -37,6 +37,7 @@
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
+#include "client/cpp/channels.h"
 #include "client/cpp/client.h"
 #include "client/cpp/step_writer.h"
 #include "proto/wire/chunk_codec.h"
@@ -59,7 +60,8 @@ class LoanCount {
 
 class StepWriter::Impl : public std::enable_shared_from_this<StepWriter::Impl> {
  public:
-  Impl(std::string address, const ClientOptions& options, const WriterSpec& spec);
+  Impl(std::string address, std::shared_ptr<ChannelPool> channels, const ClientOptions& options,
+       const WriterSpec& spec);
 
   // Opens every stream. Called once, before anything else.
   absl::Status Open();
@@ -70,7 +72,7 @@ class StepWriter::Impl : public std::enable_shared_from_this<StepWriter::Impl> {
   absl::StatusOr<uint64_t> Finish();
   void Cancel();
 
-  // Cancel(), and waits for the writer's own thread. Called once, last.
+  // Cancel(), waits for the writer's own thread and gives the channels back. Called once, last.
   void Shutdown();
 
   // Called by LossStream, on gRPC's threads.
@@ -108,7 +110,10 @@ class StepWriter::Impl : public std::enable_shared_from_this<StepWriter::Impl> {
 
   struct Connection {
     std::shared_ptr<grpc::Channel> channel;
-    std::shared_ptr<LossStream> stream;  // The current call; null between calls.
+    // The last call. It outlives its end until the next one, or Shutdown: it holds the channel,
+    // which must not be destroyed on gRPC's threads.
+    std::shared_ptr<LossStream> stream;
+    bool in_call = false;  // OnDone has not come.
     State state = State::kBroken;
     bool writing = false;      // A message is being sent, or about to be.
     bool held = false;         // The call's hold has not been let go.
@@ -122,7 +127,7 @@ class StepWriter::Impl : public std::enable_shared_from_this<StepWriter::Impl> {
 
   // A message to send once the lock is released: a chunk, or `end`.
   struct PlannedWrite {
-    std::shared_ptr<LossStream> stream;
+    LossStream* stream = nullptr;  // In a call at least until this is written.
     std::optional<Chunk> chunk;
     uint64_t num_chunks = 0;
   };
@@ -177,9 +182,11 @@ class StepWriter::Impl : public std::enable_shared_from_this<StepWriter::Impl> {
   const std::string address_;
   const ClientOptions options_;
   const WriterSpec spec_;
+  const int64_t message_bytes_max_;
 
   mutable absl::Mutex mu_;
   absl::CondVar changed_;
+  std::shared_ptr<ChannelPool> channels_ ABSL_GUARDED_BY(mu_);
   absl::Status error_ ABSL_GUARDED_BY(mu_);  // The first one.
   std::vector<Connection> connections_ ABSL_GUARDED_BY(mu_);
   std::deque<Chunk> pending_ ABSL_GUARDED_BY(mu_);  // Not sent, or to be sent again.
