@@ -15,9 +15,11 @@ namespace {
 // the update, the rounding and the clearing of the gradient.
 constexpr int64_t kBlock = 1024;
 
-// Constants of an update in float32, worked out in double as torch does.
+// Constants of an update in float32, worked out in double as torch does. Averages move by
+// 1 - beta times the difference: beta itself, rounded to float32, would drift from its value with
+// every step.
 struct AdamWNumbers {
-  float grad_multiplier, keep, beta1, one_minus_beta1, beta2, one_minus_beta2, step_size;
+  float grad_multiplier, keep, one_minus_beta1, one_minus_beta2, step_size;
   float inverse_correction2_sqrt, eps;
 };
 
@@ -27,9 +29,7 @@ AdamWNumbers NumbersOfAdamW(const OptimizerSpec& spec, const UpdateNumbers& numb
   const double correction2 = 1.0 - std::pow(spec.beta2, update);
   return {.grad_multiplier = static_cast<float>(numbers.grad_multiplier),
           .keep = static_cast<float>(1.0 - numbers.learning_rate * numbers.weight_decay),
-          .beta1 = static_cast<float>(spec.beta1),
           .one_minus_beta1 = static_cast<float>(1.0 - spec.beta1),
-          .beta2 = static_cast<float>(spec.beta2),
           .one_minus_beta2 = static_cast<float>(1.0 - spec.beta2),
           .step_size = static_cast<float>(numbers.learning_rate / correction1),
           .inverse_correction2_sqrt = static_cast<float>(1.0 / std::sqrt(correction2)),
@@ -43,7 +43,7 @@ void AdamWBlock(const AdamWNumbers& n, int64_t count, float* __restrict paramete
   for (int64_t i = 0; i < count; ++i) {
     const float g = grad[i] * n.grad_multiplier;
     const float avg = exp_avg[i] + (g - exp_avg[i]) * n.one_minus_beta1;
-    const float avg_sq = exp_avg_sq[i] * n.beta2 + g * g * n.one_minus_beta2;
+    const float avg_sq = exp_avg_sq[i] + (g * g - exp_avg_sq[i]) * n.one_minus_beta2;
     const float denominator = std::sqrt(avg_sq) * n.inverse_correction2_sqrt + n.eps;
     parameter[i] = parameter[i] * n.keep - n.step_size * (avg / denominator);
     exp_avg[i] = avg;

@@ -15,7 +15,8 @@ struct Slot {
   std::vector<std::byte> grad_hidden_states;
   ChunkAnswer answer;
 
-  ChunkRows Rows(const ChunkData& chunk, int64_t hidden_size, DType dtype, bool wants_grad) {
+  ChunkRows Rows(const ChunkData& chunk, int64_t hidden_size, DType dtype, bool wants_grad,
+                 bool in_place) {
     const auto num_tokens = static_cast<int64_t>(chunk.targets.size());
     LMHEAD_CHECK(static_cast<int64_t>(chunk.hidden_states.size()) == num_tokens * hidden_size,
                  "hidden_states and targets");
@@ -27,7 +28,8 @@ struct Slot {
                    .grad_scale = chunk.grad_scale};
     if (wants_grad) {
       grad_hidden_states.resize(hidden_states.size());
-      rows.grad_hidden_states = {grad_hidden_states.data(), num_tokens, hidden_size, dtype};
+      auto* const data = in_place ? hidden_states.data() : grad_hidden_states.data();
+      rows.grad_hidden_states = {data, num_tokens, hidden_size, dtype};
     }
     const auto room = [&](auto* values) {
       values->resize(num_tokens);
@@ -90,7 +92,8 @@ absl::StatusOr<std::vector<ChunkAnswer>> Rig::Run(const LossRecipe& recipe, Back
   std::vector<Slot> slots(chunks.size());
   std::vector<ChunkRows> rows;
   for (size_t i = 0; i < chunks.size(); ++i) {
-    rows.push_back(slots[i].Rows(chunks[i], spec_.hidden_size, hidden_dtype_, wants_grad));
+    rows.push_back(
+        slots[i].Rows(chunks[i], spec_.hidden_size, hidden_dtype_, wants_grad, in_place_));
   }
   absl::StatusOr<BatchOutput> output;
   absl::Notification done;
@@ -104,7 +107,9 @@ absl::StatusOr<std::vector<ChunkAnswer>> Rig::Run(const LossRecipe& recipe, Back
   std::vector<ChunkAnswer> answers;
   for (size_t i = 0; i < chunks.size(); ++i) {
     slots[i].answer.sums = output->sums[i];
-    slots[i].answer.grad_hidden_states = Unpack(slots[i].grad_hidden_states, hidden_dtype_);
+    const bool moved = in_place_ && wants_grad;
+    slots[i].answer.grad_hidden_states =
+        Unpack(moved ? slots[i].hidden_states : slots[i].grad_hidden_states, hidden_dtype_);
     answers.push_back(std::move(slots[i].answer));
   }
   return answers;

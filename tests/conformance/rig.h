@@ -65,6 +65,9 @@ class Rig {
   // As above, in the furthest mode that the head's schedule has; ends the process on an error.
   std::vector<ChunkAnswer> Run(const LossRecipe& recipe, const std::vector<ChunkData>& chunks);
 
+  // Lets grad_hidden_states of every chunk overwrite its hidden_states, as staging slots do.
+  void set_in_place(bool in_place) { in_place_ = in_place; }
+
   // Tensors as float32, all rows; ends the process on an error.
   void Write(TensorKind kind, const std::vector<float>& values);
   std::vector<float> Read(TensorKind kind);
@@ -85,6 +88,7 @@ class Rig {
   const HeadSpec spec_;
   const DType hidden_dtype_;
   const MemoryPlan plan_;
+  bool in_place_ = false;
   MemoryAccount account_;
   std::unique_ptr<ComputeBackend> backend_;
 };
