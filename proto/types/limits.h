@@ -32,9 +32,9 @@ inline constexpr int64_t kControlMessageBytesMax = 8 * kMiB;
 static_assert(kClientChunkBytes + kMessageHeaderBytesMax <= kControlMessageBytesMax,
               "A chunk cut by the client fits the message limit of every channel");
 
-// Keepalive, the same on both ends: a client pings an idle or silent connection this often and gives
-// it up when no answer comes; the server accepts pings that often, and twice as often, without
-// taking them for abuse.
+// Keepalive, the same on both ends: a client pings an idle or silent connection this often and
+// gives it up when no answer comes; the server accepts pings that often, and twice as often,
+// without taking them for abuse.
 inline constexpr int kKeepaliveMilliseconds = 20'000;
 inline constexpr int kKeepaliveTimeoutMilliseconds = 20'000;
 inline constexpr int kLeastPingIntervalMilliseconds = kKeepaliveMilliseconds / 2;

@@ -158,11 +158,12 @@ void ServeUntilStopped(Server* server, absl::Duration shutdown_timeout) {
   while (!stopped && !again) again = sigtimedwait(&signals, nullptr, &poll) > 0;
   if (again) {
     spdlog::info("got a second signal: ending streams now");
-    std::thread([server] { server->Stop(absl::Now()); }).detach();
+    std::thread stop_now([server] { server->Stop(absl::Now()); });
     for (const absl::Time end = absl::Now() + kQuickStop; !stopped && absl::Now() < end;) {
       absl::SleepFor(absl::Milliseconds(10));
     }
     if (!stopped) std::_Exit(0);  // A call that does not end; the process is going anyway.
+    stop_now.join();
   }
   stop.join();
 }
