@@ -14,11 +14,16 @@ constexpr char kMethod[] = "/lmhead.v1.LmHeadService/ComputeLoss";
 }  // namespace
 
 LossStream::LossStream(std::shared_ptr<StepWriter::Impl> writer, size_t connection)
-    : writer_(std::move(writer)), connection_(connection) {}
+    : writer_(std::move(writer)),
+      connection_(connection),
+      context_(std::make_unique<grpc::ClientContext>()) {}
 
 void LossStream::Start(std::shared_ptr<grpc::Channel> channel, const grpc::ByteBuffer& open) {
   grpc::TemplatedGenericStub<grpc::ByteBuffer, grpc::ByteBuffer> stub(std::move(channel));
-  stub.PrepareBidiStreamingCall(&context_, kMethod, {}, this);
+  {
+    const absl::MutexLock lock(&mu_);
+    stub.PrepareBidiStreamingCall(context_.get(), kMethod, {}, this);
+  }
   AddHold();
   outgoing_ = open;
   StartWrite(&outgoing_);
@@ -29,6 +34,11 @@ void LossStream::Start(std::shared_ptr<grpc::Channel> channel, const grpc::ByteB
 void LossStream::Write(const grpc::ByteBuffer& message) {
   outgoing_ = message;
   StartWrite(&outgoing_);
+}
+
+void LossStream::Cancel() {
+  const absl::MutexLock lock(&mu_);
+  if (context_ != nullptr) context_->TryCancel();
 }
 
 void LossStream::OnReadDone(bool ok) {
@@ -49,7 +59,11 @@ void LossStream::OnWriteDone(bool ok) {
 
 void LossStream::OnDone(const grpc::Status& status) {
   const std::shared_ptr<StepWriter::Impl> writer = writer_;  // May be the last one.
-  writer->OnDone(connection_, status);                       // *this may be gone now.
+  {
+    const absl::MutexLock lock(&mu_);
+    context_.reset();
+  }
+  writer->OnDone(connection_, status);  // *this may be gone now.
 }
 
 }  // namespace lmhead

@@ -1,8 +1,7 @@
 // One ComputeLoss call of a StepWriter: moves bytes between gRPC and the writer.
 //
 // An attempt: when it breaks, the writer starts another. gRPC's callbacks only hand over to the
-// writer, which decides. Owned by the writer, and keeps the writer's state alive; destroyed after
-// OnDone, never on gRPC's threads.
+// writer, which decides. Owned by the writer, and keeps the writer's state alive until OnDone.
 
 #ifndef LMHEAD_CLIENT_CPP_LOSS_STREAM_H_
 #define LMHEAD_CLIENT_CPP_LOSS_STREAM_H_
@@ -14,6 +13,8 @@
 
 #include <memory>
 
+#include "absl/base/thread_annotations.h"
+#include "absl/synchronization/mutex.h"
 #include "client/cpp/step_writer.h"
 
 namespace lmhead {
@@ -35,8 +36,8 @@ class LossStream final : public grpc::ClientBidiReactor<grpc::ByteBuffer, grpc::
   // No Write or HalfClose will follow: the call is done when its operations are. Called once.
   void LetGo() { RemoveHold(); }
 
-  // Ends the call; its callbacks still come.
-  void Cancel() { context_.TryCancel(); }
+  // Ends the call, if it has not ended; its callbacks still come.
+  void Cancel();
 
  private:
   void OnReadDone(bool ok) override;
@@ -45,7 +46,9 @@ class LossStream final : public grpc::ClientBidiReactor<grpc::ByteBuffer, grpc::
 
   const std::shared_ptr<StepWriter::Impl> writer_;
   const size_t connection_;
-  grpc::ClientContext context_;
+  absl::Mutex mu_;
+  // Holds the call, and with it messages that were not sent; dropped when the call is done.
+  std::unique_ptr<grpc::ClientContext> context_ ABSL_GUARDED_BY(mu_);
   grpc::ByteBuffer outgoing_;  // Held until OnWriteDone.
   grpc::ByteBuffer incoming_;
 };

@@ -329,7 +329,7 @@ void StepWriter::Impl::Cancel() {
     }
     const auto any_call = [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
       return std::any_of(connections_.begin(), connections_.end(),
-                         [](const Connection& c) { return c.in_call; });
+                         [](const Connection& c) { return c.stream != nullptr; });
     };
     while (any_call()) changed_.Wait(&mu_);
   }
@@ -344,13 +344,11 @@ void StepWriter::Impl::Shutdown() {
     changed_.SignalAll();
   }
   if (opener_.joinable()) opener_.join();
-  std::vector<std::shared_ptr<LossStream>> streams;  // Destroyed here, before the channels go.
-  std::shared_ptr<ChannelPool> channels;
+  std::shared_ptr<ChannelPool> channels;  // Let go on this thread, like the channels.
   {
     const absl::MutexLock lock(&mu_);
     channels = std::move(channels_);
     for (Connection& connection : connections_) {
-      streams.push_back(std::move(connection.stream));
       channels->Give(message_bytes_max_, std::move(connection.channel));
     }
   }
@@ -541,11 +539,13 @@ void StepWriter::Impl::OnWriteDone(size_t index, bool ok) {
 
 void StepWriter::Impl::OnDone(size_t index, const grpc::Status& grpc_status) {
   const absl::Status status = AtAddress(address_, FromGrpcStatus(grpc_status));
+  std::shared_ptr<LossStream> over;  // Destroyed after the lock is released.
   std::vector<PlannedWrite> writes;
   {
     const absl::MutexLock lock(&mu_);
     Connection& connection = connections_[index];
-    connection.in_call = false;
+    over = std::move(connection.stream);
+    connection.stream = nullptr;
     // Another stream of ours with the same index may still be there, until the server notices that
     // its connection is gone.
     const bool retryable =
@@ -573,7 +573,7 @@ void StepWriter::Impl::Fail(const absl::Status& error) {
   error_ = error;
   pending_.clear();
   for (Connection& connection : connections_) {
-    if (!connection.in_call) {
+    if (connection.stream == nullptr) {
       connection.state = State::kFinished;
       continue;
     }
@@ -721,13 +721,11 @@ void StepWriter::Impl::StartStream(size_t index) {
   const grpc::ByteBuffer message = EncodeRequest(open);
   std::shared_ptr<grpc::Channel> channel;
   auto stream = std::make_shared<LossStream>(shared_from_this(), index);
-  std::shared_ptr<LossStream> previous;
   {
     const absl::MutexLock lock(&mu_);
     if (!error_.ok()) return;
     Connection& connection = connections_[index];
-    previous = std::exchange(connection.stream, stream);
-    connection.in_call = true;
+    connection.stream = stream;
     connection.state = State::kOpening;
     connection.writing = true;  // `open` itself.
     connection.held = true;

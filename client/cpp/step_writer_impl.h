@@ -110,10 +110,7 @@ class StepWriter::Impl : public std::enable_shared_from_this<StepWriter::Impl> {
 
   struct Connection {
     std::shared_ptr<grpc::Channel> channel;
-    // The last call. It outlives its end until the next one, or Shutdown: it holds the channel,
-    // which must not be destroyed on gRPC's threads.
-    std::shared_ptr<LossStream> stream;
-    bool in_call = false;  // OnDone has not come.
+    std::shared_ptr<LossStream> stream;  // The current call; null between calls.
     State state = State::kBroken;
     bool writing = false;      // A message is being sent, or about to be.
     bool held = false;         // The call's hold has not been let go.

@@ -47,7 +47,10 @@ class FakeService::Answers {
     };
     service_->mu_.LockWhen(absl::Condition(&ready));
     std::optional<v1::ComputeLossResponse> next;
-    if (!queue_.empty()) next = queue_.front();
+    if (!queue_.empty()) {
+      next = std::move(queue_.front());
+      queue_.pop_front();
+    }
     service_->mu_.Unlock();
     return next;
   }
@@ -55,8 +58,6 @@ class FakeService::Answers {
   void Run() {
     while (std::optional<v1::ComputeLossResponse> response = Next()) {
       if (!service_->filter || service_->filter(&*response)) stream_->Write(*response);
-      const absl::MutexLock lock(&service_->mu_);
-      if (!queue_.empty()) queue_.pop_front();
     }
   }
 

@@ -601,9 +601,9 @@ TEST_F(StepWriterTest, CancelEndsABlockedSubmit) {
 
 TEST_F(StepWriterTest, TheDestructorGivesTheRowsBack) {
   // The server holds every chunk at the door: what does not fit its window stays in the client.
-  absl::Notification done;
-  service_.check_chunk = [&done](const v1::Chunk&) {
-    done.WaitForNotification();
+  const auto done = std::make_shared<absl::Notification>();
+  service_.check_chunk = [done](const v1::Chunk&) {
+    done->WaitForNotification();
     return grpc::Status::OK;
   };
   service_.max_inflight_chunks = 64;
@@ -615,7 +615,7 @@ TEST_F(StepWriterTest, TheDestructorGivesTheRowsBack) {
   ASSERT_TRUE(writer->Submit(rows->View()).ok());
   writer.reset();
   rows.reset();
-  done.Notify();
+  done->Notify();
 }
 
 TEST_F(StepWriterTest, CancelAfterFinishKeepsTheResults) {

@@ -255,7 +255,7 @@ std::optional<std::string> Oracle(const std::string& bytes) {
   if (!request.ParseFromString(bytes)) return std::nullopt;
   if (request.kind_case() == v1::ComputeLossRequest::KIND_NOT_SET) return std::nullopt;
   if (!request.has_chunk()) {
-    request.mutable_unknown_fields()->Clear();
+    request.GetReflection()->MutableUnknownFields(&request)->Clear();
     return request.SerializeAsString();
   }
   const v1::Chunk& chunk = request.chunk();
