@@ -2,6 +2,9 @@
 
 #include <grpc/grpc.h>
 #include <malloc.h>
+#include <unistd.h>
+
+#include <cstdlib>
 
 #include "proto/types/limits.h"
 
@@ -25,6 +28,12 @@ void TuneAllocator() {
   mallopt(M_TOP_PAD, kTopPad);
   mallopt(M_ARENA_MAX, kArenas);
 #endif
+}
+
+void LetOpenMpThreadsSleep(char** argv) {
+  if (std::getenv("OMP_WAIT_POLICY") != nullptr) return;
+  setenv("OMP_WAIT_POLICY", "PASSIVE", /*overwrite=*/1);
+  execv("/proc/self/exe", argv);  // Returns only when it failed: then the threads spin.
 }
 
 }  // namespace lmhead

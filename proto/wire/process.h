@@ -16,6 +16,13 @@ void KeepGrpcInitialized();
 // starts threads; libraries do not. No effect where malloc is not glibc's.
 void TuneAllocator();
 
+// Lets waiting OpenMP threads sleep. By default they spin for about a millisecond after every
+// parallel loop, and take the processor from the threads that move messages: on busy cores a small
+// batch then takes ten times as long. The OpenMP library reads OMP_WAIT_POLICY when it is loaded,
+// before main(), so unless the variable is set already this sets it and starts the program anew in
+// the same process. Call it first thing in main(); it may not return.
+void LetOpenMpThreadsSleep(char** argv);
+
 }  // namespace lmhead
 
 #endif  // LMHEAD_PROTO_WIRE_PROCESS_H_

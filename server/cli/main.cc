@@ -111,6 +111,7 @@ bool AsksForHelp(int argc, char** argv) {
 }  // namespace
 
 int main(int argc, char** argv) {
+  lmhead::LetOpenMpThreadsSleep(argv);
   lmhead::TuneAllocator();
   lmhead::KeepGrpcInitialized();
   const Command* named = argc > 1 ? FindCommand(argv[1]) : nullptr;
