@@ -65,6 +65,11 @@ absl::Status Step::failure() const {
   return failure_;
 }
 
+absl::Status Step::abort_status() const {
+  absl::MutexLock lock(&mu_);
+  return abort_status_;
+}
+
 LossSums Step::sums() const {
   absl::MutexLock lock(&mu_);
   return sums_;
@@ -393,7 +398,7 @@ absl::Status StepSequence::NotOpen(uint64_t number) const {
   std::string why = open_ != nullptr ? absl::StrCat("step ", open_->number(), " is open")
                                      : std::string("no step is open");
   if (last_aborted_ != nullptr && last_aborted_->number() == number) {
-    absl::StrAppend(&why, "; it was aborted, begin it again");
+    absl::StrAppend(&why, "; ", last_aborted_->abort_status().message());
   } else if (last_committed_ != nullptr) {
     absl::StrAppend(&why, "; step ", last_committed_->number(), " was committed last");
   }

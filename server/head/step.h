@@ -149,6 +149,9 @@ class Step {
   // step was aborted already. FAILED_PRECONDITION when it is committed.
   absl::StatusOr<bool> Abort(const std::string& reason);
 
+  // What an aborted step answers, with the reason; OK of any other.
+  absl::Status abort_status() const;
+
   // Waits until no new chunk is between AcceptChunk and ChunkAccumulated or ChunkFailed: after
   // that, nothing of an aborted step reaches the accumulators any more.
   void AwaitNoneInFlight() const;
