@@ -38,6 +38,9 @@ namespace {
 constexpr int kExitFailed = 1;
 constexpr int kExitNotRun = 2;
 
+// A case's options are stored in double and sent in float32.
+constexpr double kCaseErrorMax = 1e-5;
+
 struct GoldenOptions {
   std::vector<std::string> files;
   std::vector<Schedule> schedules;
@@ -123,6 +126,20 @@ absl::StatusOr<Service> ReachService() {
   return service;
 }
 
+// Whether the results in the file are those of its inputs; what is wrong with them otherwise.
+std::string CheckCase(const GoldenCase& golden) {
+  const Outputs computed = ComputePlainDense(golden, Arithmetic::kDouble);
+  for (const auto& [name, exact] : golden.expected) {
+    const auto found = computed.find(name);
+    if (found == computed.end()) return absl::StrCat("the file has an ", name, " without inputs");
+    const OutputError error =
+        CompareOutput(name, found->second, exact, found->second, DType::kFloat32);
+    if (error.rel <= kCaseErrorMax) continue;
+    return absl::StrFormat("the file's %s is not that of its inputs: off by %.2e", name, error.rel);
+  }
+  return "";
+}
+
 // Compares what one schedule gave and adds it to the report.
 void AddOutputs(const GoldenCase& golden, Schedule schedule, const Outputs& outputs,
                 const Outputs& plain, DType dtype, CaseReport* report) {
@@ -159,7 +176,11 @@ CaseReport RunCase(Client& client, const std::string& file, const GoldenOptions&
     report.detail = absl::StrJoin(golden->unknown_fields, ", ");
     return report;
   }
-  const Outputs plain = ComputePlainDense(*golden, options.dtype);
+  if (report.detail = CheckCase(*golden); !report.detail.empty()) {
+    report.status = CaseStatus::kFailed;
+    return report;
+  }
+  const Outputs plain = ComputePlainDense(*golden, ArithmeticOf(options.dtype));
   for (const Schedule schedule : options.schedules) {
     const absl::StatusOr<Outputs> outputs =
         RunGoldenCase(client, *golden, schedule, options.dtype, head);

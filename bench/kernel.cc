@@ -14,6 +14,7 @@
 #include "bench/kernel_bench.h"
 #include "server/cli/common_flags.h"
 #include "server/compute/cuda_backend.h"
+#include "spdlog/spdlog.h"
 
 ABSL_FLAG(std::string, kernel_rows, "1024,2048,3072,4096",
           "kernel: rows of a batch, a comma between each.");
@@ -207,6 +208,7 @@ int RunKernel(absl::Span<char* const> positional) {
     std::fprintf(stderr, "lmhead-bench kernel: %s\n", why_not.c_str());
     return kExitNotRun;
   }
+  spdlog::set_level(spdlog::level::warn);  // Standard output is the table's.
   std::vector<Comparison> comparisons;
   const absl::Status status = Measure(&comparisons);
   if (!status.ok()) {

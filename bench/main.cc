@@ -1,10 +1,14 @@
-// lmhead-bench: measures and checks a running service. Dispatch only.
+// lmhead-bench: dispatch to the benchmarks, and their help. Nothing else.
 
+#include <algorithm>
 #include <cstdio>
+#include <string>
 #include <string_view>
 #include <vector>
 
+#include "absl/flags/commandlineflag.h"
 #include "absl/flags/parse.h"
+#include "absl/flags/reflection.h"
 #include "absl/flags/usage.h"
 #include "absl/types/span.h"
 #include "bench/commands.h"
@@ -12,33 +16,53 @@
 
 namespace {
 
-constexpr char kUsage[] =
-    "Checks and measures a service.\n\n"
-    "  lmhead-bench golden DIR   every golden case of a folder through a real service: the worst\n"
-    "                            error of each output of each case. Exit code 1 when one fails.\n"
-    "  lmhead-bench kernel       the head on the first GPU beside its bare matrix products, in this\n"
-    "                            process: tokens/s, their ratio, and the memory.\n\n"
-    "lmhead-bench --help shows the flags.";
-
 constexpr int kExitUsage = 2;
+
+constexpr char kUsage[] =
+    "usage: lmhead-bench BENCHMARK [flags]\n\n"
+    "  golden DIR  Sends every golden case of a folder through a real service and prints the "
+    "worst\n"
+    "              error of each output of each case. Exit code 1 when a case fails.\n";
+
+// The other flags of the executable are those of lmhead's commands.
+constexpr const char* kFlags[] = {"address", "backend",  "dtype",
+                                  "json",    "schedule", "server_binary"};
+
+std::string Help() {
+  std::string text = std::string(kUsage) + "\n";
+  for (const char* name : kFlags) {
+    const absl::CommandLineFlag* flag = absl::FindCommandLineFlag(name);
+    const std::string value = flag->DefaultValue();
+    text += "  --" + std::string(name) + "  (default: " + (value.empty() ? "\"\"" : value) +
+            ")\n      " + flag->Help() + "\n";
+  }
+  return text;
+}
+
+bool AsksForHelp(int argc, char** argv) {
+  return std::any_of(argv + 1, argv + argc, [](std::string_view argument) {
+    return argument == "--help" || argument == "-help" || argument == "-h";
+  });
+}
 
 }  // namespace
 
 int main(int argc, char** argv) {
+  lmhead::LetOpenMpThreadsSleep(argv);
   lmhead::TuneAllocator();
   lmhead::KeepGrpcInitialized();
+  if (AsksForHelp(argc, argv)) {
+    std::fputs(Help().c_str(), stdout);
+    return 0;
+  }
   absl::SetProgramUsageMessage(kUsage);
   const std::vector<char*> arguments = absl::ParseCommandLine(argc, argv);
-  const std::string_view command = arguments.size() > 1 ? arguments[1] : "";
-  if (command == "golden") {
+  const std::string name = arguments.size() > 1 ? arguments[1] : "";
+  if (name == "golden") {
     return lmhead::bench::RunGolden(absl::MakeConstSpan(arguments).subspan(2));
   }
-  if (command == "kernel") {
-    return lmhead::bench::RunKernel(absl::MakeConstSpan(arguments).subspan(2));
-  }
-  std::fprintf(stderr, "lmhead-bench: %s\n\n%s\n",
-               command.empty() ? "which benchmark?"
-                               : ("there is no benchmark '" + std::string(command) + "'").c_str(),
+  std::fprintf(stderr, "lmhead-bench: %s\n\n%s",
+               name.empty() ? "which benchmark?" : ("there is no benchmark '" + name + "'").c_str(),
                kUsage);
   return kExitUsage;
 }

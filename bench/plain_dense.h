@@ -1,8 +1,9 @@
-// The yardstick: cross entropy the plain way, on dense logits, in the arithmetic of a dtype.
+// The yardstick: cross entropy the plain way, on dense logits, in a given arithmetic.
 //
-// What a straightforward trainer would compute: float32 throughout, and for bfloat16 the logits and
-// their gradient rounded to bfloat16 as its matrix products would store them. An implementation may
-// be at most twice as far from the exact results as this.
+// In float32, and in bfloat16 with the logits and their gradient rounded as its matrix products
+// would store them, it is what a straightforward trainer computes: an implementation may be at most
+// twice as far from the exact results. In double it checks that a case's results are those of its
+// inputs, and so the yardstick itself: against wrong results it would allow anything.
 
 #ifndef LMHEAD_BENCH_PLAIN_DENSE_H_
 #define LMHEAD_BENCH_PLAIN_DENSE_H_
@@ -12,9 +13,16 @@
 
 namespace lmhead::bench {
 
+enum class Arithmetic { kDouble, kFloat32, kBFloat16 };
+
 // All outputs of a case, under the names of golden.expected.
-// REQUIRES: dtype is kFloat32 or kBFloat16; golden has no unknown fields; targets are in range.
-Outputs ComputePlainDense(const GoldenCase& golden, DType dtype);
+// REQUIRES: golden has no unknown fields.
+Outputs ComputePlainDense(const GoldenCase& golden, Arithmetic arithmetic);
+
+// What a service that is sent `dtype` is measured by.
+constexpr Arithmetic ArithmeticOf(DType dtype) {
+  return dtype == DType::kBFloat16 ? Arithmetic::kBFloat16 : Arithmetic::kFloat32;
+}
 
 }  // namespace lmhead::bench
 

@@ -6,6 +6,7 @@
 #include <nlohmann/json.hpp>
 #include <string>
 
+#include "absl/strings/str_cat.h"
 #include "tests/util/paths.h"
 
 namespace lmhead {
@@ -19,7 +20,8 @@ struct CommandResult {
 };
 
 CommandResult Estimate(const std::string& flags) {
-  const std::string command = "'" + PathBesideTest("lmhead") + "' estimate " + flags + " 2>&1";
+  const std::string command =
+      absl::StrCat("'", PathBesideTest("lmhead"), "' estimate ", flags, " 2>&1");
   CommandResult result;
   std::FILE* const pipe = popen(command.c_str(), "r");
   if (pipe == nullptr) return result;

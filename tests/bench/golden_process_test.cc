@@ -1,0 +1,128 @@
+// lmhead-bench golden as a process, with a real service as its child.
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <functional>
+#include <iterator>
+#include <nlohmann/json.hpp>
+#include <string>
+
+#include "absl/strings/str_cat.h"
+#include "tests/util/paths.h"
+
+namespace lmhead::bench {
+namespace {
+
+using ::testing::HasSubstr;
+
+// Flips the sign of the first element, a double, of a tensor of a case file.
+void FlipFirstSign(const std::string& tensor, std::string* bytes) {
+  uint64_t header_bytes = 0;
+  std::memcpy(&header_bytes, bytes->data(), sizeof header_bytes);
+  const auto header = nlohmann::json::parse(bytes->substr(sizeof header_bytes, header_bytes));
+  const uint64_t offset = header[tensor]["data_offsets"][0];
+  (*bytes)[sizeof header_bytes + header_bytes + offset + 7] ^= static_cast<char>(0x80);
+}
+
+class GoldenCommandTest : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    std::string pattern = ::testing::TempDir() + "/golden_command_XXXXXX";
+    directory_ = mkdtemp(pattern.data());
+  }
+  void TearDown() override { std::filesystem::remove_all(directory_); }
+
+  // Runs it; exit code into exit_code_, standard output is returned, errors with it when asked for.
+  std::string Run(const std::string& arguments, bool with_errors = false) {
+    const std::string command = absl::StrCat("'", PathBesideTest("lmhead-bench"), "' golden ",
+                                             arguments, with_errors ? " 2>&1" : "");
+    std::string output;
+    std::FILE* const pipe = popen(command.c_str(), "r");
+    if (pipe == nullptr) return output;
+    char buffer[4096];
+    for (size_t got; (got = std::fread(buffer, 1, sizeof buffer, pipe)) > 0;) {
+      output.append(buffer, got);
+    }
+    const int status = pclose(pipe);
+    exit_code_ = WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+    return output;
+  }
+
+  // Copies a case, with `change` applied to the bytes of the file.
+  void CopyCase(
+      const std::string& name,
+      const std::function<void(std::string*)>& change = [](std::string*) {}) {
+    std::ifstream in(GoldenFolder() + "/" + name + ".safetensors", std::ios::binary);
+    std::string bytes((std::istreambuf_iterator<char>(in)), std::istreambuf_iterator<char>());
+    change(&bytes);
+    std::ofstream(directory_ + "/" + name + ".safetensors", std::ios::binary) << bytes;
+  }
+
+  std::string directory_;
+  int exit_code_ = -1;
+};
+
+TEST_F(GoldenCommandTest, EveryCaseOfTheProjectPassesOrIsNotThereYet) {
+  const std::string output = Run(GoldenFolder() + " --backend cpu --json");
+  EXPECT_EQ(exit_code_, 0) << output;
+  const auto json = nlohmann::json::parse(output, nullptr, /*allow_exceptions=*/false);
+  ASSERT_TRUE(json.is_object()) << output;
+  EXPECT_GE(json["passed"], 18);
+  EXPECT_EQ(json["failed"], 0);
+  for (const auto& entry : json["cases"]) {
+    if (entry["status"] == "passed") {
+      EXPECT_TRUE(entry["outputs"].contains("grad_weight")) << entry;
+    }
+  }
+}
+
+TEST_F(GoldenCommandTest, BFloat16StaysWithinTwiceThePlainError) {
+  const std::string output = Run(GoldenFolder() + " --backend cpu --dtype bf16");
+  EXPECT_EQ(exit_code_, 0) << output;
+  EXPECT_THAT(output, HasSubstr(" 0 failed"));
+}
+
+// Wrong results must not widen the bounds that are derived from them.
+TEST_F(GoldenCommandTest, ACaseWithAWrongResultFails) {
+  CopyCase("ce_plain");
+  CopyCase("ce_smoothing", [](std::string* bytes) { FlipFirstSign("out.grad_weight", bytes); });
+  const std::string output = Run(directory_ + " --backend cpu --schedule retain");
+  EXPECT_EQ(exit_code_, 1) << output;
+  EXPECT_THAT(output, HasSubstr("FAIL: the file's grad_weight is not that of its inputs"));
+  EXPECT_THAT(output, HasSubstr("1 passed, 1 failed, 0 not yet"));
+}
+
+TEST_F(GoldenCommandTest, ABrokenFileFailsAndTheOthersStillRun) {
+  CopyCase("ce_plain");
+  CopyCase("ce_smoothing", [](std::string* bytes) { bytes->resize(bytes->size() / 2); });
+  const std::string output = Run(directory_ + " --backend cpu --schedule eval");
+  EXPECT_EQ(exit_code_, 1) << output;
+  EXPECT_THAT(output, HasSubstr("truncated"));
+  EXPECT_THAT(output, HasSubstr("1 passed, 1 failed, 0 not yet"));
+}
+
+TEST_F(GoldenCommandTest, WithoutCasesOrServiceNothingPasses) {
+  EXPECT_THAT(Run(directory_, true), HasSubstr("no case files"));
+  EXPECT_EQ(exit_code_, 2);
+  EXPECT_THAT(Run(directory_ + "/missing", true), HasSubstr("missing"));
+  EXPECT_EQ(exit_code_, 2);
+  EXPECT_THAT(Run("", true), HasSubstr("one folder"));
+  EXPECT_EQ(exit_code_, 2);
+  CopyCase("ce_plain");
+  EXPECT_THAT(Run(directory_ + " --schedule fused", true), HasSubstr("--schedule is 'fused'"));
+  EXPECT_EQ(exit_code_, 2);
+  EXPECT_THAT(Run(directory_ + " --server_binary " + directory_ + "/nothing", true),
+              HasSubstr("nothing"));
+  EXPECT_EQ(exit_code_, 2);
+}
+
+}  // namespace
+}  // namespace lmhead::bench
