@@ -14,15 +14,13 @@ cudaError_t LaunchGradLogits(MatrixView logits, VocabTile tile, const RowGrad* r
   args.cols = static_cast<int32_t>(tile.cols);
   args.vocab_start = static_cast<int32_t>(tile.start);
   args.rows = rows;
-  args.bias = transform.bias != nullptr ? transform.bias + tile.start : nullptr;
   args.class_weights = class_weights != nullptr ? class_weights + tile.start : nullptr;
   args.logit_scale = transform.logit_scale;
   args.softcap = transform.softcap;
-  const bool transformed = transform.bias != nullptr || transform.softcap != 0.0f;
   return DispatchLogitsDType(logits.dtype, [&](auto zero) {
-    return DispatchBool(transformed, [&](auto transformed) {
+    return DispatchBool(transform.softcap != 0.0f, [&](auto softcap) {
       return DispatchBool(class_weights != nullptr, [&](auto class_weights) {
-        device::GradLogitsKernel<decltype(zero), transformed.value, class_weights.value>
+        device::GradLogitsKernel<decltype(zero), softcap.value, class_weights.value>
             <<<static_cast<unsigned>(logits.rows), device::kGradThreads, 0, stream>>>(args);
         return cudaGetLastError();
       });

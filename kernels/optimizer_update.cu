@@ -16,9 +16,7 @@ device::AdamWRule MakeAdamW(const OptimizerSpec& spec, const DeviceUpdate& updat
   device::AdamWRule rule;
   rule.grad_multiplier = static_cast<float>(update.grad_multiplier);
   rule.decay = static_cast<float>(1.0 - update.learning_rate * update.weight_decay);
-  rule.beta1 = static_cast<float>(spec.beta1);
   rule.one_minus_beta1 = static_cast<float>(1.0 - spec.beta1);
-  rule.beta2 = static_cast<float>(spec.beta2);
   rule.one_minus_beta2 = static_cast<float>(1.0 - spec.beta2);
   rule.step_size = static_cast<float>(update.learning_rate / (1.0 - std::pow(spec.beta1, n)));
   rule.inverse_sqrt_bias2 = static_cast<float>(1.0 / std::sqrt(1.0 - std::pow(spec.beta2, n)));

@@ -62,9 +62,9 @@ struct RowGrad {
 static_assert(sizeof(RowGrad) == 32);
 
 // From the accumulator of the matrix product to the final logit (docs/NUMERICS.md):
-// z = softcap * tanh(logit_scale * (z0 + bias) / softcap) / temperature.
+// z = softcap * tanh(logit_scale * z0 / softcap) / temperature. A z0 of -inf, which comes from the
+// bias, masks the column, whatever follows.
 struct LogitTransform {
-  const float* bias = nullptr;  // [vocab_size], or null; -inf masks the column, whatever follows.
   float logit_scale = 1.0f;
   float softcap = 0.0f;  // 0 means none.
 };

@@ -15,20 +15,17 @@ cudaError_t LaunchShardStats(ConstMatrixView logits, VocabTile tile, const RowIn
   args.cols = static_cast<int32_t>(tile.cols);
   args.vocab_start = static_cast<int32_t>(tile.start);
   args.rows = rows;
-  args.bias = transform.bias != nullptr ? transform.bias + tile.start : nullptr;
   args.class_weights =
       options.class_weights != nullptr ? options.class_weights + tile.start : nullptr;
   args.logit_scale = transform.logit_scale;
   args.softcap = transform.softcap;
   args.merge = options.merge;
   args.stats = stats;
-  const bool transformed = transform.bias != nullptr || transform.softcap != 0.0f;
   return DispatchLogitsDType(logits.dtype, [&](auto zero) {
-    return DispatchBool(transformed, [&](auto transformed) {
+    return DispatchBool(transform.softcap != 0.0f, [&](auto softcap) {
       return DispatchBool(options.entropy, [&](auto entropy) {
         return DispatchBool(options.smoothing, [&](auto smoothing) {
-          device::ShardStatsKernel<decltype(zero), transformed.value, entropy.value,
-                                   smoothing.value>
+          device::ShardStatsKernel<decltype(zero), softcap.value, entropy.value, smoothing.value>
               <<<static_cast<unsigned>(logits.rows), device::kStatsThreads, 0, stream>>>(args);
           return cudaGetLastError();
         });

@@ -78,18 +78,15 @@ struct FinalLogit {
   float softcap_derivative;  // 1 - tanh^2; 1 without softcap.
 };
 
-// kTransform: there is a bias or a softcap. Without, the logit is only scaled.
-// `bias` is the column's; `scale` is logit_scale (with transform) or logit_scale / temperature.
-template <typename T, bool kTransform>
-__device__ __forceinline__ FinalLogit Transform(float z0, float bias, float scale, float softcap,
+// `scale` is logit_scale with softcap, logit_scale / temperature without.
+template <typename T, bool kSoftcap>
+__device__ __forceinline__ FinalLogit Transform(float z0, float scale, float softcap,
                                                 float inverse_softcap, float inverse_temperature) {
-  if constexpr (!kTransform) {
+  if constexpr (!kSoftcap) {
     return {z0 * scale, 1.0f};
   } else {
-    if (bias == MinusInfinity()) return {MinusInfinity(), 0.0f};  // Masked, also behind softcap.
-    const float z1 = (z0 + bias) * scale;
-    if (softcap == 0.0f) return {z1 * inverse_temperature, 1.0f};
-    const float t = SoftcapTanh<T>(z1 * inverse_softcap);
+    if (z0 == MinusInfinity()) return {MinusInfinity(), 0.0f};  // Masked, also behind softcap.
+    const float t = SoftcapTanh<T>(z0 * scale * inverse_softcap);
     return {softcap * t * inverse_temperature, 1.0f - t * t};
   }
 }

@@ -14,9 +14,7 @@ namespace lmhead::kernels::device {
 struct AdamWRule {
   float grad_multiplier;
   float decay;  // 1 - learning_rate * weight_decay
-  float beta1;
   float one_minus_beta1;
-  float beta2;
   float one_minus_beta2;
   float step_size;           // learning_rate / (1 - beta1^n)
   float inverse_sqrt_bias2;  // 1 / sqrt(1 - beta2^n)
@@ -24,8 +22,11 @@ struct AdamWRule {
 
   __device__ __forceinline__ float Update(const DeviceParameter& p, int64_t i) const {
     const float grad = grad_multiplier * p.grad[i];
-    const float exp_avg = beta1 * p.exp_avg[i] + one_minus_beta1 * grad;
-    const float exp_avg_sq = beta2 * p.exp_avg_sq[i] + one_minus_beta2 * grad * grad;
+    // By 1 - beta towards the new value: two rounded factors need not sum to one.
+    float exp_avg = p.exp_avg[i];
+    float exp_avg_sq = p.exp_avg_sq[i];
+    exp_avg += one_minus_beta1 * (grad - exp_avg);
+    exp_avg_sq += one_minus_beta2 * (grad * grad - exp_avg_sq);
     p.exp_avg[i] = exp_avg;
     p.exp_avg_sq[i] = exp_avg_sq;
     const float denominator = sqrtf(exp_avg_sq) * inverse_sqrt_bias2 + eps;

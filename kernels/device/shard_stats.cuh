@@ -19,8 +19,7 @@ struct ShardStatsArguments {
   int32_t cols;
   int32_t vocab_start;
   const RowInput* rows;
-  const float* bias;  // At the tile's first column, or null; like class_weights.
-  const float* class_weights;
+  const float* class_weights;  // At the tile's first column, or null.
   float logit_scale;
   float softcap;
   bool merge;
@@ -115,19 +114,18 @@ __device__ __forceinline__ void AddLogits(const float (&z)[kCount], int32_t firs
 }
 
 // One block a row.
-template <typename T, bool kTransform, bool kEntropy, bool kSmoothing>
+template <typename T, bool kSoftcap, bool kEntropy, bool kSmoothing>
 __global__ void __launch_bounds__(kStatsThreads, 2) ShardStatsKernel(ShardStatsArguments args) {
   constexpr int kCount = Vector<T>::kCount;
   const int64_t row = blockIdx.x;  // 64-bit: row * row_stride exceeds 2^31.
   const T* const logits = static_cast<const T*>(args.logits) + row * args.row_stride;
   const RowInput input = args.rows[row];
   const float inverse_softcap = args.softcap != 0.0f ? 1.0f / args.softcap : 0.0f;
-  const float scale = kTransform ? args.logit_scale : args.logit_scale * input.inverse_temperature;
+  const float scale = kSoftcap ? args.logit_scale : args.logit_scale * input.inverse_temperature;
 
-  const auto final_logit = [&](float z0, int32_t col) {
-    const float bias = kTransform && args.bias != nullptr ? args.bias[col] : 0.0f;
-    return Transform<T, kTransform>(z0, bias, scale, args.softcap, inverse_softcap,
-                                    input.inverse_temperature)
+  const auto final_logit = [&](T z0) {
+    return Transform<T, kSoftcap>(ToFloat(z0), scale, args.softcap, inverse_softcap,
+                                  input.inverse_temperature)
         .z;
   };
 
@@ -147,8 +145,7 @@ __global__ void __launch_bounds__(kStatsThreads, 2) ShardStatsKernel(ShardStatsA
       float z[kCount];
 #pragma unroll
       for (int k = 0; k < kCount; ++k) {
-        z[k] =
-            col + k < args.cols ? final_logit(ToFloat(raw[u].values[k]), col + k) : MinusInfinity();
+        z[k] = col + k < args.cols ? final_logit(raw[u].values[k]) : MinusInfinity();
       }
       AddLogits<T, kCount, kEntropy>(z, args.vocab_start + col, &stats);
       if constexpr (kSmoothing) {
@@ -179,7 +176,7 @@ __global__ void __launch_bounds__(kStatsThreads, 2) ShardStatsKernel(ShardStatsA
   const int32_t target = input.target - args.vocab_start;  // Signed: may lie in another tile.
   RowStats out{};
   if (0 <= target && target < args.cols) {
-    out.target_logit = final_logit(ToFloat(logits[target]), target);
+    out.target_logit = final_logit(logits[target]);
   }
   if (args.merge) {
     const RowStats before = args.stats[row];

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <numeric>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
@@ -11,11 +12,17 @@ namespace lmhead {
 namespace {
 
 constexpr int kCandidatesMax = 8;
-constexpr int kTimedRuns = 3;
+
+// Trials have two parts. All candidates run in turn a few times; then cuBLASLt's first choice and
+// the best of the others run for long enough that the chip's power limit tells, as it will.
+constexpr int kRounds = 3;
+constexpr int kFinalists = 3;
+constexpr int kFinalRounds = 2;
+constexpr int kRunsInARow = 8;
 
 // Another algorithm replaces cuBLASLt's first choice only when it is clearly faster, so that noise
 // does not change the choice, and with it the bits of the results, from one start to the next.
-constexpr float kClearlyFaster = 0.98f;
+constexpr float kClearlyFaster = 0.99f;
 
 cudaDataType_t CudaType(DType dtype) {
   switch (dtype) {
@@ -73,8 +80,10 @@ struct HeadGemm::Descriptors {
   cublasLtMatmulPreference_t preference = nullptr;
 };
 
+// What cuBLASLt offers for a call, its own preference first.
 struct HeadGemm::Candidates {
   std::array<cublasLtMatmulHeuristicResult_t, kCandidatesMax> results{};
+  std::array<float, kCandidatesMax> milliseconds{};  // Best of a trial.
   int count = 0;
 };
 
@@ -152,6 +161,13 @@ absl::Status HeadGemm::Describe(const HeadProductCall& call, Descriptors* out) c
                                       &operands.a.operation, sizeof(operands.a.operation)));
   attempt(lt_->MatmulDescSetAttribute(out->operation, CUBLASLT_MATMUL_DESC_TRANSB,
                                       &operands.b.operation, sizeof(operands.b.operation)));
+  if (call.bias != nullptr) {
+    const cublasLtEpilogue_t epilogue = CUBLASLT_EPILOGUE_BIAS;
+    attempt(lt_->MatmulDescSetAttribute(out->operation, CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue,
+                                        sizeof(epilogue)));
+    attempt(lt_->MatmulDescSetAttribute(out->operation, CUBLASLT_MATMUL_DESC_BIAS_POINTER,
+                                        &call.bias, sizeof(call.bias)));
+  }
   layout(operands.a, &out->a);
   layout(operands.b, &out->b);
   layout(operands.d, &out->d);
@@ -176,6 +192,10 @@ absl::Status HeadGemm::Find(const HeadProductCall& call, const Descriptors& desc
       handle_, descriptors.operation, descriptors.a, descriptors.b, descriptors.d, descriptors.d,
       descriptors.preference, num_wanted, candidates->results.data(), &candidates->count);
   LMHEAD_RETURN_IF_ERROR(lt_->ToStatus(status, "cublasLtMatmulAlgoGetHeuristic"));
+  auto* const results = candidates->results.data();
+  const auto unusable = [](const auto& result) { return result.state != CUBLAS_STATUS_SUCCESS; };
+  candidates->count =
+      static_cast<int>(std::remove_if(results, results + candidates->count, unusable) - results);
   if (candidates->count > 0) return absl::OkStatus();
   return absl::InternalError(
       absl::StrFormat("cuBLASLt has no algorithm for %s of %d rows, %d columns and hidden_size %d",
@@ -194,31 +214,65 @@ absl::Status HeadGemm::Launch(const HeadProductCall& call, const Descriptors& de
       ProductName(call.product));
 }
 
-// Milliseconds of the fastest of a few runs, after one that warms up.
+// Milliseconds a run of `num_runs` in a row.
 absl::StatusOr<float> HeadGemm::Time(const HeadProductCall& call, const Descriptors& descriptors,
-                                     const cublasLtMatmulAlgo_t& algorithm,
+                                     const cublasLtMatmulAlgo_t& algorithm, int num_runs,
                                      cudaStream_t stream) const {
   cudaEvent_t start = nullptr;
   cudaEvent_t stop = nullptr;
-  const auto timed = [&]() -> absl::StatusOr<float> {
+  float milliseconds = 0.0f;
+  const auto timed = [&]() -> absl::Status {
     LMHEAD_RETURN_IF_CUDA_ERROR(cudaEventCreate(&start));
     LMHEAD_RETURN_IF_CUDA_ERROR(cudaEventCreate(&stop));
-    float best = 0.0f;
-    for (int run = 0; run <= kTimedRuns; ++run) {
-      LMHEAD_RETURN_IF_CUDA_ERROR(cudaEventRecord(start, stream));
+    LMHEAD_RETURN_IF_CUDA_ERROR(cudaEventRecord(start, stream));
+    for (int run = 0; run < num_runs; ++run) {
       LMHEAD_RETURN_IF_ERROR(Launch(call, descriptors, algorithm, stream));
-      LMHEAD_RETURN_IF_CUDA_ERROR(cudaEventRecord(stop, stream));
-      LMHEAD_RETURN_IF_CUDA_ERROR(cudaEventSynchronize(stop));
-      float milliseconds = 0.0f;
-      LMHEAD_RETURN_IF_CUDA_ERROR(cudaEventElapsedTime(&milliseconds, start, stop));
-      if (run == 1 || (run > 1 && milliseconds < best)) best = milliseconds;
     }
-    return best;
+    LMHEAD_RETURN_IF_CUDA_ERROR(cudaEventRecord(stop, stream));
+    LMHEAD_RETURN_IF_CUDA_ERROR(cudaEventSynchronize(stop));
+    return CudaStatus(cudaEventElapsedTime(&milliseconds, start, stop), "timing a product");
   };
-  absl::StatusOr<float> best = timed();
+  const absl::Status status = timed();
   if (start != nullptr) cudaEventDestroy(start);
   if (stop != nullptr) cudaEventDestroy(stop);
-  return best;
+  if (!status.ok()) return status;
+  return milliseconds / static_cast<float>(num_runs);
+}
+
+// Times all candidates in turn, after a round that warms up, and sorts those behind the first.
+absl::Status HeadGemm::Rank(const HeadProductCall& call, const Descriptors& descriptors,
+                            cudaStream_t stream, Candidates* candidates) const {
+  for (int round = 0; round <= kRounds; ++round) {
+    for (int i = 0; i < candidates->count; ++i) {
+      const auto time = Time(call, descriptors, candidates->results[i].algo, 1, stream);
+      if (!time.ok()) return time.status();
+      float& best = candidates->milliseconds[i];
+      best = round <= 1 ? *time : std::min(best, *time);
+    }
+  }
+  std::array<int, kCandidatesMax> order{};
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin() + 1, order.begin() + candidates->count, [&](int a, int b) {
+    return candidates->milliseconds[a] < candidates->milliseconds[b];
+  });
+  const Candidates unsorted = *candidates;
+  for (int i = 0; i < candidates->count; ++i) candidates->results[i] = unsorted.results[order[i]];
+  return absl::OkStatus();
+}
+
+// Times the first few candidates for long and drops the rest.
+absl::Status HeadGemm::TimeFinalists(const HeadProductCall& call, const Descriptors& descriptors,
+                                     cudaStream_t stream, Candidates* candidates) const {
+  candidates->count = std::min(candidates->count, kFinalists);
+  for (int round = 0; round < kFinalRounds; ++round) {
+    for (int i = 0; i < candidates->count; ++i) {
+      const auto time = Time(call, descriptors, candidates->results[i].algo, kRunsInARow, stream);
+      if (!time.ok()) return time.status();
+      float& best = candidates->milliseconds[i];
+      best = round == 0 ? *time : std::min(best, *time);
+    }
+  }
+  return absl::OkStatus();
 }
 
 std::string HeadGemm::DescribeAlgorithm(const cublasLtMatmulAlgo_t& algorithm) const {
@@ -239,25 +293,17 @@ absl::StatusOr<std::string> HeadGemm::Tune(const HeadProductCall& call, cudaStre
   LMHEAD_RETURN_IF_ERROR(Describe(call, &descriptors));
   Candidates candidates;
   LMHEAD_RETURN_IF_ERROR(Find(call, descriptors, kCandidatesMax, &candidates));
-  int best = -1;
-  float best_time = 0.0f;
-  float first_time = 0.0f;
-  for (int i = 0; i < candidates.count; ++i) {
-    if (candidates.results[i].state != CUBLAS_STATUS_SUCCESS) continue;
-    absl::StatusOr<float> time = Time(call, descriptors, candidates.results[i].algo, stream);
-    if (!time.ok()) return time.status();
-    if (best < 0) first_time = *time;
-    if (best < 0 || (*time < best_time && *time < kClearlyFaster * first_time)) {
-      best = i;
-      best_time = *time;
-    }
-  }
-  if (best < 0) return absl::InternalError("cuBLASLt offers no usable algorithm");
+  LMHEAD_RETURN_IF_ERROR(Rank(call, descriptors, stream, &candidates));
+  LMHEAD_RETURN_IF_ERROR(TimeFinalists(call, descriptors, stream, &candidates));
+  const std::array<float, kCandidatesMax>& times = candidates.milliseconds;
+  const auto fastest =
+      std::min_element(times.begin(), times.begin() + candidates.count) - times.begin();
+  const auto best = times[fastest] < kClearlyFaster * times[0] ? fastest : 0;
   const cublasLtMatmulAlgo_t& algorithm = candidates.results[best].algo;
   algorithms_[{call.product, Bucket(call.rows), call.cols}] = algorithm;
   return absl::StrFormat("%s %dx%dx%d: %s, %.3f ms (first choice %.3f ms)",
                          ProductName(call.product), call.rows, call.cols, options_.hidden_size,
-                         DescribeAlgorithm(algorithm), best_time, first_time);
+                         DescribeAlgorithm(algorithm), times[best], times[0]);
 }
 
 absl::Status HeadGemm::Run(const HeadProductCall& call, cudaStream_t stream) {

@@ -25,7 +25,7 @@ namespace lmhead {
 // Row-major: hidden [rows, hidden_size], weight [cols, hidden_size], logits [rows, cols] with a
 // stride; cols are the vocabulary columns of one tile.
 enum class HeadProduct : uint8_t {
-  kLogits,      // logits = hidden weight^T
+  kLogits,      // logits = hidden weight^T + bias
   kGradHidden,  // grad_hidden = grad_logits weight + beta grad_hidden
   kGradWeight,  // grad_weight = grad_logits^T hidden + beta grad_weight
 };
@@ -38,6 +38,7 @@ struct HeadProductCall {
   const void* hidden = nullptr;  // kLogits, kGradWeight; the head's dtype like the next two.
   const void* weight = nullptr;  // kLogits, kGradHidden
   void* logits = nullptr;        // Read by all but kLogits.
+  const void* bias = nullptr;    // kLogits: [cols] of the head's dtype, or null.
   void* grad = nullptr;          // kGradHidden, kGradWeight
   float beta = 0.0f;
 };
@@ -85,7 +86,12 @@ class HeadGemm {
   absl::Status Launch(const HeadProductCall& call, const Descriptors& descriptors,
                       const cublasLtMatmulAlgo_t& algorithm, cudaStream_t stream) const;
   absl::StatusOr<float> Time(const HeadProductCall& call, const Descriptors& descriptors,
-                             const cublasLtMatmulAlgo_t& algorithm, cudaStream_t stream) const;
+                             const cublasLtMatmulAlgo_t& algorithm, int num_runs,
+                             cudaStream_t stream) const;
+  absl::Status Rank(const HeadProductCall& call, const Descriptors& descriptors,
+                    cudaStream_t stream, Candidates* candidates) const;
+  absl::Status TimeFinalists(const HeadProductCall& call, const Descriptors& descriptors,
+                             cudaStream_t stream, Candidates* candidates) const;
   std::string DescribeAlgorithm(const cublasLtMatmulAlgo_t& algorithm) const;
 
   const Options options_;

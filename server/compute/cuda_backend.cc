@@ -59,6 +59,12 @@ struct Pass {
   const float* class_weights = nullptr;
 };
 
+// Rows [start, start + count) of `matrix`.
+MatrixView PartOf(const MatrixView& matrix, int64_t start, int64_t count) {
+  const int64_t offset = start * matrix.cols * BytesPerElement(matrix.dtype);
+  return {static_cast<std::byte*>(matrix.data) + offset, count, matrix.cols, matrix.dtype};
+}
+
 class CudaBackend final : public ComputeBackend {
  public:
   CudaBackend(const HeadSpec& spec, const MemoryPlan& plan, int device)
@@ -103,7 +109,8 @@ class CudaBackend final : public ComputeBackend {
   absl::Status SquaredNorm(double* result);
   absl::Status UpdateParameter(const CudaParameter& state, float* parameter, int64_t count,
                                void* rounded, double weight_decay, const OptimizerUpdate& update);
-  absl::Status CopyRowsIn(ConstMatrixView rows, MatrixView to, float* master);
+  absl::Status CopyRowsIn(ConstMatrixView rows, MatrixView to, MatrixView twin);
+  MatrixView Twin(TensorKind kind, int64_t row_start) const;
   absl::StatusOr<MatrixView> Tensor(TensorKind kind) const;
   absl::StatusOr<MatrixView> TensorRows(TensorKind kind, int64_t row_start, int64_t rows,
                                         int64_t cols) const;
@@ -120,15 +127,19 @@ class CudaBackend final : public ComputeBackend {
     return static_cast<std::byte*>(buffers_.weight) +
            row * spec_.hidden_size * BytesPerElement(spec_.weight_dtype);
   }
+  // What the products add to the logits from `start` on: the bias in the head's dtype, or null.
+  const void* BiasAt(int64_t start) const {
+    if (!spec_.has_bias) return nullptr;
+    if (buffers_.rounded_bias == nullptr) return buffers_.bias + start;
+    return static_cast<const uint16_t*>(buffers_.rounded_bias) + start;
+  }
   // Where a batch's row lies in CudaBatchBuffers::rows, whatever the dtype of its chunk.
   void* StagedRow(const CudaBatch& batch, int64_t row) const {
     return static_cast<std::byte*>(batch.device.rows) +
            row * spec_.hidden_size * BytesPerElement(DType::kFloat32);
   }
   int64_t weight_count() const { return plan_.shard_size * spec_.hidden_size; }
-  kernels::LogitTransform Transform() const {
-    return {buffers_.bias, spec_.logit_scale, spec_.softcap};
-  }
+  kernels::LogitTransform Transform() const { return {spec_.logit_scale, spec_.softcap}; }
 
   const HeadSpec spec_;
   const MemoryPlan plan_;
@@ -208,7 +219,9 @@ absl::Status CudaBackend::TuneAt(int64_t rows, int64_t cols) {
     spdlog::info("head {}: {}", spec_.name, *chosen);
     return absl::OkStatus();
   };
+  call.bias = BiasAt(0);
   LMHEAD_RETURN_IF_ERROR(tune(HeadProduct::kLogits, nullptr, 0.0f));
+  call.bias = nullptr;
   if (buffers_.grad_hidden != nullptr) {
     const float beta = num_tiles() > 1 ? 1.0f : 0.0f;
     LMHEAD_RETURN_IF_ERROR(tune(HeadProduct::kGradHidden, buffers_.grad_hidden, beta));
@@ -382,7 +395,8 @@ absl::Status CudaBackend::Logits(const Pass& pass, VocabTile tile) {
                      .cols = tile.cols,
                      .hidden = buffers_.hidden,
                      .weight = WeightAt(tile.start),
-                     .logits = buffers_.logits},
+                     .logits = buffers_.logits,
+                     .bias = BiasAt(tile.start)},
                     streams_.compute);
 }
 
@@ -522,8 +536,9 @@ absl::Status CudaBackend::ApplyUpdate(const OptimizerUpdate& update) {
                       rounded ? buffers_.weight : nullptr, spec_.optimizer.weight_decay, update)));
   if (spec_.has_bias) {
     const double decay = spec_.optimizer.decay_bias ? spec_.optimizer.weight_decay : 0.0;
-    LMHEAD_RETURN_IF_ERROR(first_error_.Check(UpdateParameter(
-        buffers_.bias_state, buffers_.bias, plan_.shard_size, nullptr, decay, update)));
+    LMHEAD_RETURN_IF_ERROR(
+        first_error_.Check(UpdateParameter(buffers_.bias_state, buffers_.bias, plan_.shard_size,
+                                           buffers_.rounded_bias, decay, update)));
   }
   return first_error_.Check(SynchronizeCompute());
 }
@@ -592,9 +607,7 @@ absl::StatusOr<MatrixView> CudaBackend::TensorRows(TensorKind kind, int64_t row_
                      cols, " columns do not lie inside the tensor of ", tensor->rows, " rows and ",
                      tensor->cols, " columns"));
   }
-  auto* const first = static_cast<std::byte*>(tensor->data) +
-                      row_start * tensor->cols * BytesPerElement(tensor->dtype);
-  return MatrixView{first, rows, cols, tensor->dtype};
+  return PartOf(*tensor, row_start, rows);
 }
 
 absl::Status CudaBackend::WriteRows(TensorKind kind, int64_t row_start, ConstMatrixView rows) {
@@ -605,29 +618,36 @@ absl::Status CudaBackend::WriteRows(TensorKind kind, int64_t row_start, ConstMat
   const auto tensor = TensorRows(kind, row_start, rows.rows, rows.cols);
   if (!tensor.ok()) return tensor.status();
   LMHEAD_RETURN_IF_ERROR(WaitForBatches());
-  const bool has_master = kind == TensorKind::kWeight && buffers_.master_weight != nullptr;
-  float* const master =
-      has_master ? buffers_.master_weight + row_start * spec_.hidden_size : nullptr;
-  return first_error_.Check(CopyRowsIn(rows, *tensor, master));
+  return first_error_.Check(CopyRowsIn(rows, *tensor, Twin(kind, row_start)));
+}
+
+// The same rows in the other dtype, where the head has them: the master weight, the rounded bias.
+MatrixView CudaBackend::Twin(TensorKind kind, int64_t row_start) const {
+  if (kind == TensorKind::kWeight && buffers_.master_weight != nullptr) {
+    return {buffers_.master_weight + row_start * spec_.hidden_size, 0, spec_.hidden_size,
+            DType::kFloat32};
+  }
+  if (kind == TensorKind::kBias && buffers_.rounded_bias != nullptr) {
+    return {static_cast<uint16_t*>(buffers_.rounded_bias) + row_start, 0, 1, spec_.weight_dtype};
+  }
+  return {};
 }
 
 // Through the first batch's rows, which are free: as many rows at a time as go in there.
-absl::Status CudaBackend::CopyRowsIn(ConstMatrixView rows, MatrixView to, float* master) {
+absl::Status CudaBackend::CopyRowsIn(ConstMatrixView rows, MatrixView to, MatrixView twin) {
   void* const staging = buffers_.batches[0].rows;
   const int64_t from_row_bytes = rows.cols * BytesPerElement(rows.dtype);
-  const int64_t to_row_bytes = to.cols * BytesPerElement(to.dtype);
   for (int64_t start = 0; start < rows.rows; start += plan_.batch_tokens) {
     const int64_t count = std::min(plan_.batch_tokens, rows.rows - start);
     LMHEAD_RETURN_IF_CUDA_ERROR(cudaMemcpyAsync(
         staging, static_cast<const std::byte*>(rows.data) + start * from_row_bytes,
         static_cast<size_t>(count * from_row_bytes), cudaMemcpyHostToDevice, streams_.compute));
     const ConstMatrixView from = {staging, count, rows.cols, rows.dtype};
-    const MatrixView part = {static_cast<std::byte*>(to.data) + start * to_row_bytes, count,
-                             to.cols, to.dtype};
-    LMHEAD_RETURN_IF_CUDA_ERROR(kernels::LaunchConvert(from, part, streams_.compute));
-    if (master == nullptr) continue;
-    const MatrixView master_part = {master + start * rows.cols, count, rows.cols, DType::kFloat32};
-    LMHEAD_RETURN_IF_CUDA_ERROR(kernels::LaunchConvert(from, master_part, streams_.compute));
+    LMHEAD_RETURN_IF_CUDA_ERROR(
+        kernels::LaunchConvert(from, PartOf(to, start, count), streams_.compute));
+    if (twin.data == nullptr) continue;
+    LMHEAD_RETURN_IF_CUDA_ERROR(
+        kernels::LaunchConvert(from, PartOf(twin, start, count), streams_.compute));
   }
   return SynchronizeCompute();
 }

@@ -39,7 +39,7 @@ struct CudaDevice {
 absl::StatusOr<CudaDevice> DescribeCudaDevice(int device);
 
 // Allocates the head, fills its weight as spec.weight_init says (zeros when it says nothing) and
-// its bias with zeros, and tries algorithms for its products, which takes about a second for a
+// its bias with zeros, and tries algorithms for its products, which takes a few seconds for a
 // large head; what was chosen is logged. RESOURCE_EXHAUSTED when the device has no room for the
 // plan, UNAVAILABLE as CudaAvailable. `account` must outlive the backend. ComputeBatch of the
 // result waits while kCudaBatchesInFlight batches are under way. Rows in memory that is not pinned

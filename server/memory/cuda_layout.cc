@@ -47,6 +47,9 @@ CudaBuffers LayOutCuda(const HeadSpec& spec, const MemoryPlan& plan,
   CudaBuffers buffers;
   buffers.weight = carve(kWeight, weight_elements * weight_bytes);
   buffers.bias = floats(kWeight, bias_elements);
+  if (spec.weight_dtype != DType::kFloat32) {
+    buffers.rounded_bias = carve(kWeight, bias_elements * weight_bytes);
+  }
   if (spec.trainable) {
     if (spec.weight_dtype != DType::kFloat32) {
       buffers.master_weight = floats(kMasterWeight, weight_elements);

@@ -49,6 +49,7 @@ struct CudaBatchBuffers {
 struct CudaBuffers {
   void* weight = nullptr;          // [shard_size, hidden_size], the head's dtype.
   float* bias = nullptr;           // [shard_size]
+  void* rounded_bias = nullptr;    // [shard_size], of a bfloat16 head with a bias.
   float* master_weight = nullptr;  // Of a trainable bfloat16 head.
   CudaParameter weight_state;
   CudaParameter bias_state;

@@ -5,6 +5,7 @@ namespace lmhead {
 
 // Without a GPU there is nothing to instantiate.
 GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(BackendConformance);
+GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(TrainingConformance);
 GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(GoldenConformance);
 
 namespace {
@@ -26,6 +27,8 @@ std::vector<Case> WithGpu(std::vector<Case> (*cases)(const BackendUnderTest&, DT
 }
 
 INSTANTIATE_TEST_SUITE_P(Cuda, BackendConformance, testing::ValuesIn(WithGpu(CasesOf)), CaseName);
+INSTANTIATE_TEST_SUITE_P(Cuda, TrainingConformance, testing::ValuesIn(WithGpu(TrainingCasesOf)),
+                         CaseName);
 INSTANTIATE_TEST_SUITE_P(Cuda, GoldenConformance, testing::ValuesIn(WithGpu(GoldenCasesOf)),
                          GoldenCaseName);
 
