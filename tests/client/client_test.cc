@@ -5,6 +5,7 @@
 
 #include <numeric>
 
+#include "absl/strings/str_cat.h"
 #include "proto/types/limits.h"
 #include "tests/client/fake_service.h"
 
@@ -138,7 +139,7 @@ TEST_F(ClientTest, AWriterMayOutliveItsClient) {
 
 TEST_F(ClientTest, WritersOneAfterAnother) {
   for (uint64_t step = 1; step <= 5; ++step) {
-    WriterSpec spec{.head = "lm", .step = step, .worker = "w" + std::to_string(step)};
+    WriterSpec spec{.head = "lm", .step = step, .worker = absl::StrCat("w", step)};
     spec.incarnation = service_.incarnation;
     spec.num_connections = 2;
     auto writer = client_->OpenWriter(spec);

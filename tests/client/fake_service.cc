@@ -78,6 +78,9 @@ grpc::Status FakeService::ComputeLoss(grpc::ServerContext* context, Stream* stre
     const absl::MutexLock lock(&mu_);
     opens_.push_back(open);
   }
+  if (check_open) {
+    if (grpc::Status status = check_open(open); !status.ok()) return status;
+  }
   v1::ComputeLossResponse opened;
   opened.mutable_opened()->set_incarnation(incarnation);
   opened.mutable_opened()->set_max_chunk_tokens(max_chunk_tokens);

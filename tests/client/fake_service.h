@@ -39,6 +39,8 @@ class FakeService final : public v1::LmHeadService::Service {
   int32_t max_inflight_chunks = 8;
   // Results are held back until this many chunks have arrived, over all streams.
   int hold_until = 0;
+  // Called for each `open`; an error refuses the stream.
+  std::function<grpc::Status(const v1::StreamOpen&)> check_open;
   // Called for each chunk before it is counted; an error ends the stream.
   std::function<grpc::Status(const v1::Chunk&)> check_chunk;
   // May change a response, or withhold it by returning false.

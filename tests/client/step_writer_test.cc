@@ -191,6 +191,18 @@ TEST_F(StepWriterTest, CarriesEveryPerTokenFieldAndOutput) {
   EXPECT_THAT(entropy, ElementsAre(FakeEntropy(5), FakeEntropy(6)));
 }
 
+TEST_F(StepWriterTest, SendsNoChecksumWhenToldNotTo) {
+  service_.check_chunk = [](const v1::Chunk& chunk) {
+    return chunk.has_checksum() || chunk.has_grad_scale()
+               ? grpc::Status(grpc::StatusCode::INVALID_ARGUMENT, chunk.ShortDebugString())
+               : grpc::Status::OK;
+  };
+  WriterSpec spec = Spec();
+  spec.send_checksums = false;
+  const absl::Status status = ErrorOfCompute(spec);
+  EXPECT_TRUE(status.ok()) << status;
+}
+
 TEST_F(StepWriterTest, ObeysTheServersRowsPerChunk) {
   service_.max_chunk_tokens = 3;
   const auto writer = Open(Spec());
@@ -339,6 +351,34 @@ TEST_F(StepWriterTest, SaysWhichChunksTheServerHadCountedBefore) {
   rows.ExpectAnswered();
   EXPECT_GE(result->num_duplicates, 1);
   EXPECT_TRUE(writer->Finish().ok());
+}
+
+TEST_F(StepWriterTest, WaitsForTheServerToNoticeTheBreak) {
+  std::atomic<int> num_opens{0};
+  std::atomic<bool> cut{false};
+  service_.check_open = [&num_opens](const v1::StreamOpen&) {
+    return ++num_opens == 2 ? grpc::Status(grpc::StatusCode::ALREADY_EXISTS, "still there")
+                            : grpc::Status::OK;
+  };
+  service_.check_chunk = [&cut](const v1::Chunk&) {
+    return cut.exchange(true) ? grpc::Status::OK
+                              : grpc::Status(grpc::StatusCode::UNAVAILABLE, "cut");
+  };
+  const auto writer = Open(Spec());
+  ASSERT_NE(writer, nullptr);
+  Rows rows(10);
+  const auto result = writer->Compute(rows.View());
+  ASSERT_TRUE(result.ok()) << result.status();
+  rows.ExpectAnswered();
+  EXPECT_EQ(num_opens, 3);
+}
+
+TEST_F(StepWriterTest, AWorkerThatIsThereAlreadyIsAnErrorAtFirst) {
+  service_.check_open = [](const v1::StreamOpen&) {
+    return grpc::Status(grpc::StatusCode::ALREADY_EXISTS, "stream 0 of w0 is open");
+  };
+  EXPECT_TRUE(absl::IsAlreadyExists(ErrorOfCompute(Spec())));
+  EXPECT_THAT(service_.opens(), SizeIs(1));
 }
 
 TEST_F(StepWriterTest, SurvivesARestartOfTheConnection) {
