@@ -19,6 +19,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "absl/time/time.h"
 #include "client/cpp/client.h"
 #include "client/cpp/local_server.h"
 #include "server/cli/commands.h"
@@ -123,7 +124,7 @@ absl::StatusOr<NamedCorpus> LoadCorpus(absl::Span<char* const> positional) {
 std::vector<std::string> ServerFlags() {
   return {absl::StrCat("--backend=", absl::GetFlag(FLAGS_backend)),
           absl::StrCat("--staging_slots=", kStagingSlots),
-          absl::StrCat("--chunk_bytes_max=", demo::kChunkBytes)};
+          absl::StrCat("--chunk_bytes_max=", demo::kChunkBytes), "--shutdown_timeout_seconds=5"};
 }
 
 // The service: a child of ours, or the one at --address.
@@ -137,15 +138,19 @@ absl::StatusOr<Service> ReachService() {
   Service service;
   service.facts.address = absl::GetFlag(FLAGS_address);
   if (service.facts.address.empty()) {
-    // Trainer and service share a few cores here: the service's idle threads must not spin on them.
-    setenv("OMP_WAIT_POLICY", "passive", /*overwrite=*/0);
     auto child = LocalServer::Start(OwnBinary(), ServerFlags());
     if (!child.ok()) return child.status();
     service.child = *std::move(child);
     service.facts.address = service.child->address();
     service.facts.child_pid = service.child->pid();
   }
-  auto client = Client::Connect(service.facts.address, {});
+  ClientOptions patience;
+  if (service.child != nullptr) {
+    // A child of ours that is gone, as after Ctrl-C, does not come back.
+    patience.connect_timeout = absl::Seconds(1);
+    patience.max_attempts = 2;
+  }
+  auto client = Client::Connect(service.facts.address, patience);
   if (!client.ok()) return client.status();
   service.client = *std::move(client);
   auto info = service.client->GetServerInfo();

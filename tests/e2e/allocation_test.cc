@@ -63,8 +63,8 @@ class AllocationTest : public ::testing::Test {
   // Steps whose chunks have 2 MiB of hidden states each.
   void Train(const HeadShape& shape, uint64_t first_step, uint64_t last_step) {
     Client* const workers[] = {client_.get(), client_.get()};
+    std::vector<Rows> rows = {MakeRows(shape, 4096, 1, 0), MakeRows(shape, 4096, 1, 1)};
     for (uint64_t step = first_step; step <= last_step; ++step) {
-      std::vector<Rows> rows = {MakeRows(shape, 4096, step, 0), MakeRows(shape, 4096, step, 1)};
       LMHEAD_ASSERT_OK(RunStep(client_.get(), workers, shape, step, {.chunk_tokens = 1024}, &rows));
     }
   }

@@ -35,7 +35,7 @@ TEST(Process, SigtermEndsAnIdleServerWithExitCodeZero) {
 }
 
 TEST(Process, SigtermEndsAServerWithAnOpenStepAndStreamWithExitCodeZero) {
-  auto server = StartServer();
+  auto server = StartServer({"--shutdown_timeout_seconds=1"});  // How long the stream may go on.
   auto client = ConnectTo(server->address());
   const HeadShape shape;
   LMHEAD_ASSERT_OK(CreateHead(client.get(), shape));
@@ -68,8 +68,12 @@ class Child {
       argv.push_back(const_cast<char*>(argument.c_str()));
     }
     argv.push_back(nullptr);
-    const int error = posix_spawn(&pid_, argv[0], &actions, nullptr, argv.data(), environ);
+    posix_spawnattr_t attributes;
+    posix_spawnattr_init(&attributes);
+    posix_spawnattr_setflags(&attributes, POSIX_SPAWN_SETPGROUP);  // A process group of its own.
+    const int error = posix_spawn(&pid_, argv[0], &actions, &attributes, argv.data(), environ);
     EXPECT_EQ(error, 0) << strerror(error);
+    posix_spawnattr_destroy(&attributes);
     posix_spawn_file_actions_destroy(&actions);
   }
   ~Child() {
@@ -80,7 +84,7 @@ class Child {
     fs::remove_all(directory_);
   }
 
-  void Signal(int signal) const { kill(pid_, signal); }
+  void Signal(int signal, bool to_group) const { kill(to_group ? -pid_ : pid_, signal); }
 
   // The exit code, or minus the signal that ended it.
   int Wait() {
@@ -96,11 +100,6 @@ class Child {
     std::ostringstream text;
     text << stream.rdbuf();
     return text.str();
-  }
-
-  fs::path WriteFile(const std::string& name, const std::string& text) const {
-    std::ofstream(directory_ / name) << text;
-    return directory_ / name;
   }
 
  private:
@@ -184,7 +183,6 @@ TEST_F(TextFileTest, DemoSaysWhatIsWrongWithItsArguments) {
       {{"--dtype=int3"}, "int3"},
       {{"--hidden=-1"}, "--hidden"},
       {{"stray"}, "stray"},
-      {{"--address=127.0.0.1:1", absl::StrCat("--text=", text_)}, "127.0.0.1:1"},
   };
   for (const auto& c : cases) {
     std::vector<std::string> arguments = {LmheadBinary(), "demo"};
@@ -195,23 +193,29 @@ TEST_F(TextFileTest, DemoSaysWhatIsWrongWithItsArguments) {
   }
 }
 
-TEST_F(TextFileTest, InterruptingTheDemoStopsItsService) {
+// Whether only the demo gets the signal (kill), or its service as well (Ctrl-C at a terminal).
+class InterruptTest : public TextFileTest, public ::testing::WithParamInterface<bool> {};
+
+TEST_P(InterruptTest, StopsTheDemosService) {
   Child demo({LmheadBinary(), "demo", absl::StrCat("--text=", text_), "--steps=1000000"});
-  const auto child_pid = [&] {
+  const auto service_pid = [&] {
     const std::string output = demo.Read("stdout");
     const size_t at = output.find("(process ");
     return at == std::string::npos ? 0 : std::atoi(output.c_str() + at + 9);
   };
   pid_t service = 0;
-  for (int i = 0; i < 600 && (service = child_pid()) == 0; ++i) {
+  for (int i = 0; i < 600 && (service = service_pid()) == 0; ++i) {
     std::this_thread::sleep_for(std::chrono::milliseconds(50));
   }
   ASSERT_GT(service, 0) << demo.Read("stdout") << demo.Read("stderr");
   EXPECT_EQ(kill(service, 0), 0);
-  demo.Signal(SIGINT);
+  demo.Signal(SIGINT, /*to_group=*/GetParam());
   EXPECT_EQ(demo.Wait(), 130);
   EXPECT_EQ(kill(service, 0), -1);
+  EXPECT_THAT(demo.Read("stdout"), HasSubstr("Interrupted"));
 }
+
+INSTANTIATE_TEST_SUITE_P(Group, InterruptTest, ::testing::Bool());
 
 }  // namespace
 }  // namespace lmhead::e2e

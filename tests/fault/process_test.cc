@@ -83,7 +83,8 @@ TEST(ServerKilled, MidStepIsAClearErrorAndTheStepCanBeginAgain) {
   const HeadShape shape;
   auto server = e2e::StartServer();
   ChaosProxy proxy(server->address(), nullptr);  // Keeps its address over the restart.
-  auto connected = Client::Connect(proxy.address(), {.max_attempts = 3});
+  auto connected =
+      Client::Connect(proxy.address(), {.connect_timeout = absl::Seconds(1), .max_attempts = 3});
   LMHEAD_ASSERT_OK(connected);
   Client* const client = connected->get();
   LMHEAD_ASSERT_OK(e2e::CreateHead(client, shape));

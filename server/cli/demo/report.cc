@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 
@@ -124,8 +125,10 @@ std::string RenderLossCurve(const std::vector<double>& losses, double baseline) 
   for (int row = 0; row < kChartHeight; ++row) {
     const double value = high - (high - low) * row / (kChartHeight - 1);
     const bool is_baseline = row == row_of(baseline);
-    absl::StrAppendFormat(&out, "  %5.2f |%s%s\n", is_baseline ? baseline : value, rows[row],
-                          is_baseline ? " unigram entropy" : "");
+    std::string line = absl::StrFormat("  %5.2f |%s%s", is_baseline ? baseline : value, rows[row],
+                                       is_baseline ? " unigram entropy" : "");
+    absl::StripTrailingAsciiWhitespace(&line);
+    absl::StrAppend(&out, line, "\n");
   }
   absl::StrAppendFormat(&out, "        +%s\n         1%*d steps\n", std::string(kChartWidth, '-'),
                         kChartWidth - 1, static_cast<int>(losses.size()));
