@@ -18,9 +18,9 @@ cudaError_t LaunchGradLogits(MatrixView logits, VocabTile tile, const RowGrad* r
   args.logit_scale = transform.logit_scale;
   args.softcap = transform.softcap;
   return DispatchLogitsDType(logits.dtype, [&](auto zero) {
-    return DispatchBool(transform.softcap != 0.0f, [&](auto softcap) {
+    return DispatchBool(NeedsTransform(transform), [&](auto transformed) {
       return DispatchBool(class_weights != nullptr, [&](auto class_weights) {
-        device::GradLogitsKernel<decltype(zero), softcap.value, class_weights.value>
+        device::GradLogitsKernel<decltype(zero), transformed.value, class_weights.value>
             <<<static_cast<unsigned>(logits.rows), device::kGradThreads, 0, stream>>>(args);
         return cudaGetLastError();
       });

@@ -69,6 +69,11 @@ struct LogitTransform {
   float softcap = 0.0f;  // 0 means none.
 };
 
+// Whether logits need more than a multiplication that keeps their order.
+constexpr bool NeedsTransform(const LogitTransform& transform) {
+  return transform.softcap != 0.0f || transform.logit_scale <= 0.0f;
+}
+
 // A run of vocabulary columns of all rows of a batch.
 struct VocabTile {
   int64_t start = 0;  // Vocabulary id of column 0.

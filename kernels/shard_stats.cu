@@ -22,10 +22,11 @@ cudaError_t LaunchShardStats(ConstMatrixView logits, VocabTile tile, const RowIn
   args.merge = options.merge;
   args.stats = stats;
   return DispatchLogitsDType(logits.dtype, [&](auto zero) {
-    return DispatchBool(transform.softcap != 0.0f, [&](auto softcap) {
+    return DispatchBool(NeedsTransform(transform), [&](auto transformed) {
       return DispatchBool(options.entropy, [&](auto entropy) {
         return DispatchBool(options.smoothing, [&](auto smoothing) {
-          device::ShardStatsKernel<decltype(zero), softcap.value, entropy.value, smoothing.value>
+          device::ShardStatsKernel<decltype(zero), transformed.value, entropy.value,
+                                   smoothing.value>
               <<<static_cast<unsigned>(logits.rows), device::kStatsThreads, 0, stream>>>(args);
           return cudaGetLastError();
         });

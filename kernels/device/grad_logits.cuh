@@ -36,7 +36,7 @@ __device__ __forceinline__ void ZeroRow(T* logits, int32_t cols) {
 }
 
 // One block a row.
-template <typename T, bool kSoftcap, bool kClassWeights>
+template <typename T, bool kTransform, bool kClassWeights>
 __global__ void __launch_bounds__(kGradThreads, 2) GradLogitsKernel(GradLogitsArguments args) {
   constexpr int kCount = Vector<T>::kCount;
   const int64_t row = blockIdx.x;  // 64-bit: row * row_stride exceeds 2^31.
@@ -47,16 +47,19 @@ __global__ void __launch_bounds__(kGradThreads, 2) GradLogitsKernel(GradLogitsAr
     return;
   }
   const float inverse_softcap = args.softcap != 0.0f ? 1.0f / args.softcap : 0.0f;
-  const float scale = kSoftcap ? args.logit_scale : args.logit_scale * grad.inverse_temperature;
+  const float logit_scale = args.logit_scale * (kTransform ? 1.0f : grad.inverse_temperature);
   const int32_t target = grad.target - args.vocab_start;  // Signed: may lie in another tile.
 
   const auto element = [&](float z0, int32_t col) {
-    const FinalLogit logit =
-        Transform<T, kSoftcap>(z0, scale, args.softcap, inverse_softcap, grad.inverse_temperature);
+    FinalLogit logit = {z0 * logit_scale, 1.0f};
+    if constexpr (kTransform) {
+      logit =
+          Transform<T>(z0, logit_scale, args.softcap, inverse_softcap, grad.inverse_temperature);
+    }
     if (logit.z == MinusInfinity()) return 0.0f;
     const float w = kClassWeights ? args.class_weights[col] : 1.0f;
     const float dz = Exp<T>(logit.z - grad.logits_max) * grad.prob_scale - w * grad.uniform_grad;
-    return kSoftcap ? dz * logit.softcap_derivative : dz;
+    return kTransform ? dz * logit.softcap_derivative : dz;
   };
 
   constexpr int32_t kStep = kGradThreads * kCount;

@@ -33,6 +33,8 @@ __device__ __forceinline__ __half FromFloat<__half>(float x) {
   return __float2half_rn(x);
 }
 
+constexpr float kFloatMax = 3.402823466e38f;
+
 __device__ __forceinline__ float MinusInfinity() { return __int_as_float(0xff800000); }
 
 // kCount elements that one thread loads or stores as 16 bytes.
@@ -61,6 +63,19 @@ __device__ __forceinline__ float Exp(float x) {
   }
 }
 
+// exp(x * scale), where scale is the same for many x.
+template <typename T>
+__device__ __forceinline__ float ExpScaled(float x, float scale) {
+  if constexpr (sizeof(T) == 2) {
+    constexpr float kLog2E = 1.4426950408889634f;
+    float result;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x * (scale * kLog2E)));
+    return result;
+  } else {
+    return expf(x * scale);
+  }
+}
+
 // softcap * tanh(x / softcap) divided by softcap. For bfloat16 logits by the fast exponential: its
 // error, below 1e-6 of the cap, is far below the rounding of the logit itself.
 template <typename T>
@@ -78,17 +93,14 @@ struct FinalLogit {
   float softcap_derivative;  // 1 - tanh^2; 1 without softcap.
 };
 
-// `scale` is logit_scale with softcap, logit_scale / temperature without.
-template <typename T, bool kSoftcap>
-__device__ __forceinline__ FinalLogit Transform(float z0, float scale, float softcap,
+template <typename T>
+__device__ __forceinline__ FinalLogit Transform(float z0, float logit_scale, float softcap,
                                                 float inverse_softcap, float inverse_temperature) {
-  if constexpr (!kSoftcap) {
-    return {z0 * scale, 1.0f};
-  } else {
-    if (z0 == MinusInfinity()) return {MinusInfinity(), 0.0f};  // Masked, also behind softcap.
-    const float t = SoftcapTanh<T>(z0 * scale * inverse_softcap);
-    return {softcap * t * inverse_temperature, 1.0f - t * t};
-  }
+  if (z0 == MinusInfinity()) return {MinusInfinity(), 0.0f};  // Masked, whatever follows.
+  const float z1 = z0 * logit_scale;
+  if (softcap == 0.0f) return {z1 * inverse_temperature, 1.0f};
+  const float t = SoftcapTanh<T>(z1 * inverse_softcap);
+  return {softcap * t * inverse_temperature, 1.0f - t * t};
 }
 
 // Sum over the block, the same order of additions in every run; valid in thread 0.

@@ -26,7 +26,8 @@ struct ShardStatsArguments {
   RowStats* stats;
 };
 
-// What a thread, a warp, a block has seen.
+// What a thread, a warp, a block has seen. Values are final logits divided by `scale`, which is the
+// row's: without softcap that is what the matrix product gave, so that no element is multiplied.
 struct OnlineStats {
   float max;
   float sum_exp;
@@ -42,10 +43,10 @@ __device__ __forceinline__ OnlineStats EmptyStats(int32_t argmax) {
 }
 
 // Rescales sums relative to stats->max so that they are relative to `max`, which is not smaller.
-__device__ __forceinline__ void RaiseMax(float max, OnlineStats* stats) {
+__device__ __forceinline__ void RaiseMax(float max, float scale, OnlineStats* stats) {
   if (stats->sum_exp != 0.0f) {  // Else max may be -inf, and (-inf) - (-inf) must not be formed.
     const float shift = stats->max - max;
-    const float factor = expf(shift);
+    const float factor = expf(shift * scale);
     stats->entropy_sum =
         factor > 0.0f ? factor * (stats->entropy_sum + shift * stats->sum_exp) : 0.0f;
     stats->sum_exp *= factor;
@@ -53,14 +54,14 @@ __device__ __forceinline__ void RaiseMax(float max, OnlineStats* stats) {
   stats->max = max;
 }
 
-__device__ __forceinline__ void Merge(OnlineStats other, OnlineStats* into) {
+__device__ __forceinline__ void Merge(OnlineStats other, float scale, OnlineStats* into) {
   if (other.max > into->max || (other.max == into->max && other.argmax < into->argmax)) {
     into->argmax = other.argmax;
   }
   if (other.max > into->max) {
-    RaiseMax(other.max, into);
+    RaiseMax(other.max, scale, into);
   } else {
-    RaiseMax(into->max, &other);
+    RaiseMax(into->max, scale, &other);
   }
   into->sum_exp += other.sum_exp;
   into->entropy_sum += other.entropy_sum;
@@ -74,7 +75,7 @@ __device__ __forceinline__ V ShuffleDown(V value, int offset) {
 }
 
 template <bool kEntropy, bool kSmoothing>
-__device__ __forceinline__ void MergeWarp(OnlineStats* stats) {
+__device__ __forceinline__ void MergeWarp(float scale, OnlineStats* stats) {
   for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
     OnlineStats other{};
     other.max = ShuffleDown(stats->max, offset);
@@ -85,13 +86,13 @@ __device__ __forceinline__ void MergeWarp(OnlineStats* stats) {
       other.smoothing_sum = ShuffleDown(stats->smoothing_sum, offset);
       other.smoothing_weight = ShuffleDown(stats->smoothing_weight, offset);
     }
-    Merge(other, stats);
+    Merge(other, scale, stats);
   }
 }
 
-// Adds kCount final logits that start at vocabulary id `first`.
+// Adds kCount values that start at vocabulary id `first`.
 template <typename T, int kCount, bool kEntropy>
-__device__ __forceinline__ void AddLogits(const float (&z)[kCount], int32_t first,
+__device__ __forceinline__ void AddLogits(const float (&z)[kCount], int32_t first, float scale,
                                           OnlineStats* stats) {
   float max = z[0];
 #pragma unroll
@@ -101,31 +102,51 @@ __device__ __forceinline__ void AddLogits(const float (&z)[kCount], int32_t firs
 #pragma unroll
     for (int i = kCount - 1; i >= 0; --i) k = z[i] == max ? i : k;
     stats->argmax = first + k;
-    RaiseMax(max, stats);
+    RaiseMax(max, scale, stats);
   }
   if (stats->max == MinusInfinity()) return;
 #pragma unroll
   for (int k = 0; k < kCount; ++k) {
     const float d = z[k] - stats->max;
-    const float p = Exp<T>(d);
+    const float p = ExpScaled<T>(d, scale);
     stats->sum_exp += p;
-    if constexpr (kEntropy) stats->entropy_sum += p > 0.0f ? p * d : 0.0f;
+    if constexpr (kEntropy) stats->entropy_sum += p * fmaxf(d, -kFloatMax);  // 0 * inf is 0.
   }
 }
 
+// Adds kCount values to the sums for label smoothing; masked ones are left out.
+template <int kCount>
+__device__ __forceinline__ void AddSmoothing(const float (&z)[kCount], const float* class_weights,
+                                             OnlineStats* stats) {
+  float sum = 0.0f;
+  float weight = 0.0f;
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) {
+    if (z[k] == MinusInfinity()) continue;  // Masked, or past the end.
+    const float w = class_weights != nullptr ? class_weights[k] : 1.0f;
+    sum += w * z[k];
+    weight += w;
+  }
+  stats->smoothing_sum += sum;
+  stats->smoothing_weight += weight;
+}
+
 // One block a row.
-template <typename T, bool kSoftcap, bool kEntropy, bool kSmoothing>
+template <typename T, bool kTransform, bool kEntropy, bool kSmoothing>
 __global__ void __launch_bounds__(kStatsThreads, 2) ShardStatsKernel(ShardStatsArguments args) {
   constexpr int kCount = Vector<T>::kCount;
   const int64_t row = blockIdx.x;  // 64-bit: row * row_stride exceeds 2^31.
   const T* const logits = static_cast<const T*>(args.logits) + row * args.row_stride;
   const RowInput input = args.rows[row];
+  const float logit_scale = args.logit_scale * (kTransform ? 1.0f : input.inverse_temperature);
+  const float scale = kTransform ? 1.0f : logit_scale;
   const float inverse_softcap = args.softcap != 0.0f ? 1.0f / args.softcap : 0.0f;
-  const float scale = kSoftcap ? args.logit_scale : args.logit_scale * input.inverse_temperature;
 
-  const auto final_logit = [&](T z0) {
-    return Transform<T, kSoftcap>(ToFloat(z0), scale, args.softcap, inverse_softcap,
-                                  input.inverse_temperature)
+  // A final logit divided by `scale`.
+  const auto value = [&](T z0) {
+    if constexpr (!kTransform) return ToFloat(z0);
+    return Transform<T>(ToFloat(z0), logit_scale, args.softcap, inverse_softcap,
+                        input.inverse_temperature)
         .z;
   };
 
@@ -144,46 +165,41 @@ __global__ void __launch_bounds__(kStatsThreads, 2) ShardStatsKernel(ShardStatsA
       if (col >= args.cols) break;
       float z[kCount];
 #pragma unroll
-      for (int k = 0; k < kCount; ++k) {
-        z[k] = col + k < args.cols ? final_logit(raw[u].values[k]) : MinusInfinity();
-      }
-      AddLogits<T, kCount, kEntropy>(z, args.vocab_start + col, &stats);
-      if constexpr (kSmoothing) {
-        float sum = 0.0f;
-        float weight = 0.0f;
+      for (int k = 0; k < kCount; ++k) z[k] = value(raw[u].values[k]);
+      if (col + kCount > args.cols) {
 #pragma unroll
-        for (int k = 0; k < kCount; ++k) {
-          if (z[k] == MinusInfinity()) continue;  // Masked, or past the end.
-          const float w = args.class_weights != nullptr ? args.class_weights[col + k] : 1.0f;
-          sum += w * z[k];
-          weight += w;
-        }
-        stats.smoothing_sum += sum;
-        stats.smoothing_weight += weight;
+        for (int k = 0; k < kCount; ++k) z[k] = col + k < args.cols ? z[k] : MinusInfinity();
+      }
+      AddLogits<T, kCount, kEntropy>(z, args.vocab_start + col, scale, &stats);
+      if constexpr (kSmoothing) {
+        const float* const weights = args.class_weights;
+        AddSmoothing<kCount>(z, weights != nullptr ? weights + col : nullptr, &stats);
       }
     }
   }
 
-  MergeWarp<kEntropy, kSmoothing>(&stats);
+  MergeWarp<kEntropy, kSmoothing>(scale, &stats);
   __shared__ OnlineStats warps[kStatsThreads / kWarpSize];
   if (threadIdx.x % kWarpSize == 0) warps[threadIdx.x / kWarpSize] = stats;
   __syncthreads();
   if (threadIdx.x != 0) return;
   for (int warp = 1; warp < kStatsThreads / kWarpSize; ++warp) {
-    Merge(warps[warp], &stats);
+    Merge(warps[warp], scale, &stats);
   }
+
+  stats.max *= scale;
+  stats.entropy_sum *= scale;
+  stats.smoothing_sum *= scale;
 
   const int32_t target = input.target - args.vocab_start;  // Signed: may lie in another tile.
   RowStats out{};
-  if (0 <= target && target < args.cols) {
-    out.target_logit = final_logit(logits[target]);
-  }
+  if (0 <= target && target < args.cols) out.target_logit = value(logits[target]) * scale;
   if (args.merge) {
     const RowStats before = args.stats[row];
     out.target_logit += before.target_logit;  // At most one of them is not 0.
     Merge({before.logits_max, before.sum_exp, before.entropy_sum, before.argmax,
            before.smoothing_sum, before.smoothing_weight},
-          &stats);
+          /*scale=*/1.0f, &stats);
   }
   out.logits_max = stats.max;
   out.sum_exp = stats.sum_exp;
