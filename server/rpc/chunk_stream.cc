@@ -331,7 +331,9 @@ void ChunkStream::OnReadDone(bool ok) {
     if (!ok) {
       reading_ = Reading::kClosed;
       if (slot != nullptr) spare_slots_.push_back(slot);
-      if (phase != Phase::kEnded && !failure_.has_value()) {
+      if (context_->IsCancelled()) {
+        Fail(absl::CancelledError("the client is gone"), /*after_answers=*/false);
+      } else if (phase != Phase::kEnded) {
         Fail(absl::FailedPreconditionError(
                  phase == Phase::kOpening
                      ? "the client closed the stream before it sent `open`"

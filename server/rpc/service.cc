@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_replace.h"
 #include "proto/types/limits.h"
 #include "proto/wire/convert.h"
 #include "proto/wire/status.h"
@@ -123,7 +124,8 @@ grpc::Status LmHeadServiceImpl::CreateHead(grpc::ServerContext* context,
   if (!spec.ok()) return ToGrpcStatus(spec.status());
   absl::StatusOr<std::shared_ptr<Head>> head = env_.heads->Create(*spec);
   if (!head.ok()) {
-    spdlog::warn("head {}: not created: {}", spec->name, head.status().ToString());
+    spdlog::warn("head {}: not created: {}", spec->name,
+                 absl::StrReplaceAll(head.status().ToString(), {{"\n", "; "}}));
     return ToGrpcStatus(head.status());
   }
   *response->mutable_head() = HeadStatusToProto((*head)->Status());

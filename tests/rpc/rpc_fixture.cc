@@ -2,6 +2,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <utility>
 
 namespace lmhead {
 
@@ -39,8 +40,12 @@ v1::ComputeLossResponse TestStream::Read() {
   return response;
 }
 
+void TestStream::HalfClose() {
+  if (!std::exchange(half_closed_, true)) stream_->WritesDone();
+}
+
 grpc::Status TestStream::Finish() {
-  stream_->WritesDone();
+  HalfClose();
   v1::ComputeLossResponse response;
   while (stream_->Read(&response)) {
   }

@@ -34,7 +34,7 @@ class TestStream {
   // The next answer; kind not set when the stream is over.
   v1::ComputeLossResponse Read();
 
-  void HalfClose() { stream_->WritesDone(); }
+  void HalfClose();
   void Cancel() { context_.TryCancel(); }
 
   // Reads what is left and returns the stream's status.
@@ -44,6 +44,7 @@ class TestStream {
   grpc::ClientContext context_;
   std::unique_ptr<grpc::ClientReaderWriter<v1::ComputeLossRequest, v1::ComputeLossResponse>>
       stream_;
+  bool half_closed_ = false;
   bool finished_ = false;
 };
 
