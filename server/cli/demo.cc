@@ -98,6 +98,7 @@ absl::StatusOr<demo::TrainerOptions> OptionsFromFlags() {
 
 struct NamedCorpus {
   std::string source;
+  bool is_default = false;  // Not named by --text.
   Corpus corpus;
 };
 
@@ -117,7 +118,7 @@ absl::StatusOr<NamedCorpus> LoadCorpus(absl::Span<char* const> positional) {
   std::string source = first.empty()
                            ? std::filesystem::path((*files)[0].path).parent_path().string()
                            : absl::StrCat(first, paths.size() > 1 ? " and more" : "");
-  return NamedCorpus{std::move(source), *std::move(corpus)};
+  return NamedCorpus{std::move(source), first.empty(), *std::move(corpus)};
 }
 
 // Room for what two workers and an evaluation have under way; the defaults are for large models.
@@ -263,13 +264,15 @@ absl::Status PrintGuesses(Trainer* trainer) {
   return absl::OkStatus();
 }
 
-std::string Summary(const TrainingResult& result, const Corpus& corpus) {
+std::string Summary(const TrainingResult& result, const NamedCorpus& text) {
   return absl::StrFormat(
-      "  Training loss %.3f, first step %.3f; unigram entropy %.3f\n"
-      "  Held-out loss %.3f, next word right %.1f%% of the time; unigram %.3f\n"
-      "  (loss in nats a word; licences quote one another, so held-out text is partly familiar)\n",
-      result.losses.back(), result.losses.front(), corpus.unigram_entropy, result.heldout_loss,
-      100.0 * result.heldout_accuracy, corpus.heldout_unigram_loss);
+      "  Training  loss %.3f, from %.3f at the first step; unigram entropy %.3f\n"
+      "  Held out  loss %.3f, unigram %.3f; the next word is right %.1f%% of the time\n%s",
+      result.losses.back(), result.losses.front(), text.corpus.unigram_entropy, result.heldout_loss,
+      text.corpus.heldout_unigram_loss, 100.0 * result.heldout_accuracy,
+      text.is_default
+          ? "            (these texts quote one another: what is held out is not all new)\n"
+          : "");
 }
 
 std::string ResultJson(const TrainingResult& result, const Corpus& corpus,
@@ -304,7 +307,7 @@ absl::StatusOr<bool> TrainAndReport(Service* service, const NamedCorpus& text,
   if (!result.ok()) return result.status();
   Print(absl::StrCat("\nLoss of each step, nats a word\n",
                      demo::RenderLossCurve(result->losses, text.corpus.unigram_entropy), "\n",
-                     Summary(*result, text.corpus), "\nHeld-out text, next word guessed\n"));
+                     Summary(*result, text), "\nHeld-out text, next word guessed\n"));
   if (auto status = PrintGuesses(trainer); !status.ok()) return status;
 
   auto memory = ReadMemory(*service, *trainer);

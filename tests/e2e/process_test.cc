@@ -163,10 +163,13 @@ TEST_P(DemoTest, TrainsOnASmallTextAndAgreesWithTheOracle) {
 INSTANTIATE_TEST_SUITE_P(DTypes, DemoTest, ::testing::Values("fp32", "bf16"));
 
 TEST_F(TextFileTest, DemoUsesTheServiceAtAnAddressAndLeavesNoHeadBehind) {
+  const std::string more = (directory_ / "more").string();
+  std::ofstream(more) << "One more text, after the first.";
   auto server = StartServer();
-  Child demo({LmheadBinary(), "demo", absl::StrCat("--text=", text_), "--steps=5",
-              absl::StrCat("--address=", server->address()), "--json"});
+  Child demo({LmheadBinary(), "demo", "--steps=5", absl::StrCat("--address=", server->address()),
+              "--json", "--text", text_, more});
   ASSERT_EQ(demo.Wait(), 0) << demo.Read("stdout") << demo.Read("stderr");
+  EXPECT_THAT(demo.Read("stdout"), HasSubstr(": 2 files"));
   EXPECT_GT(LastLine(demo.Read("stdout"))["peak_bytes"], 0);
   auto info = ConnectTo(server->address())->GetServerInfo();
   LMHEAD_ASSERT_OK(info);

@@ -46,7 +46,7 @@ class Vocabulary {
   static constexpr int32_t kDocumentStart = 1;  // "<s>": stands before a text's first word.
   static constexpr int32_t kNumSpecial = 2;
   static constexpr int64_t kSizeMin = 8192;  // Padded to this with reserved entries.
-  static constexpr int64_t kSizeMax = 32768;
+  static constexpr int64_t kSizeMax = 16384;
 
   // Keeps words that occur at least twice: those seen once teach what <unk> looks like.
   static Vocabulary Build(const std::vector<std::string>& words);

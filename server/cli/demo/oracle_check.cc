@@ -11,7 +11,7 @@
 namespace lmhead::demo {
 namespace {
 
-// float32: sums of up to 32768 terms with unit roundoff 6e-8. bfloat16: two roundings (the gradient
+// float32: sums of up to 16384 terms with unit roundoff 6e-8. bfloat16: two roundings (the gradient
 // of the logits and the result) of relative error 2^-9 at most, and logits kept in bfloat16.
 constexpr double kLossBoundFloat32 = 1e-5;
 constexpr double kGradBoundFloat32 = 1e-5;
