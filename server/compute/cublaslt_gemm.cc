@@ -309,20 +309,26 @@ absl::StatusOr<std::string> HeadGemm::Tune(const HeadProductCall& call, cudaStre
 absl::Status HeadGemm::Run(const HeadProductCall& call, cudaStream_t stream) {
   Descriptors descriptors(lt_);
   LMHEAD_RETURN_IF_ERROR(Describe(call, &descriptors));
-  const auto tuned = algorithms_.find({call.product, Bucket(call.rows), call.cols});
-  if (tuned != algorithms_.end()) {
-    cublasLtMatmulHeuristicResult_t check{};
-    const cublasStatus_t usable =
-        lt_->MatmulAlgoCheck(handle_, descriptors.operation, descriptors.a, descriptors.b,
-                             descriptors.d, descriptors.d, &tuned->second, &check);
-    if (usable == CUBLAS_STATUS_SUCCESS &&
-        check.workspaceSize <= static_cast<size_t>(options_.workspace_bytes)) {
-      return Launch(call, descriptors, tuned->second, stream);
-    }
+  const Key key = {call.product, Bucket(call.rows), call.cols};
+  const auto known = algorithms_.find(key);
+  if (known != algorithms_.end() && IsUsable(descriptors, known->second)) {
+    return Launch(call, descriptors, known->second, stream);
   }
   Candidates candidates;
   LMHEAD_RETURN_IF_ERROR(Find(call, descriptors, 1, &candidates));
+  algorithms_.emplace(key, candidates.results[0].algo);  // A tuned one stays.
   return Launch(call, descriptors, candidates.results[0].algo, stream);
+}
+
+// An algorithm that was found at other rows of the bucket may want more than there is.
+bool HeadGemm::IsUsable(const Descriptors& descriptors,
+                        const cublasLtMatmulAlgo_t& algorithm) const {
+  cublasLtMatmulHeuristicResult_t check{};
+  const cublasStatus_t status =
+      lt_->MatmulAlgoCheck(handle_, descriptors.operation, descriptors.a, descriptors.b,
+                           descriptors.d, descriptors.d, &algorithm, &check);
+  return status == CUBLAS_STATUS_SUCCESS &&
+         check.workspaceSize <= static_cast<size_t>(options_.workspace_bytes);
 }
 
 }  // namespace lmhead

@@ -65,7 +65,8 @@ class HeadGemm {
   // Returns a line that says what was chosen.
   absl::StatusOr<std::string> Tune(const HeadProductCall& call, cudaStream_t stream);
 
-  // Launches a product, with the tuned algorithm of its bucket, or else cuBLASLt's first choice.
+  // Launches a product, with the tuned algorithm of its bucket, or else with what was cuBLASLt's
+  // first choice at the first call of the bucket.
   absl::Status Run(const HeadProductCall& call, cudaStream_t stream);
 
   // Buckets are the powers of two: (2^(k-1), 2^k] rows share an algorithm, tuned at 2^k rows or at
@@ -83,6 +84,7 @@ class HeadGemm {
   absl::Status Describe(const HeadProductCall& call, Descriptors* descriptors) const;
   absl::Status Find(const HeadProductCall& call, const Descriptors& descriptors, int num_wanted,
                     Candidates* candidates) const;
+  bool IsUsable(const Descriptors& descriptors, const cublasLtMatmulAlgo_t& algorithm) const;
   absl::Status Launch(const HeadProductCall& call, const Descriptors& descriptors,
                       const cublasLtMatmulAlgo_t& algorithm, cudaStream_t stream) const;
   absl::StatusOr<float> Time(const HeadProductCall& call, const Descriptors& descriptors,

@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <random>
 #include <string>
 #include <vector>
@@ -157,37 +158,66 @@ TEST_F(CudaBackendTest, AHeadThatDoesNotFitIsRefusedWithTheBreakdown) {
   EXPECT_NE(small.backend, nullptr);
 }
 
+// What the oracle says of one row of `rows` and the head's weight.
+reference::Result ExpectedOfRow(ComputeBackend* backend, const HeadSpec& spec, const Rows& rows,
+                                int64_t row) {
+  std::vector<std::byte> weight(spec.vocab_size * spec.hidden_size *
+                                BytesPerElement(spec.weight_dtype));
+  const MatrixView view = {weight.data(), spec.vocab_size, spec.hidden_size, spec.weight_dtype};
+  const absl::Status status = backend->ReadRows(TensorKind::kWeight, 0, view);
+  EXPECT_TRUE(status.ok()) << status;
+  reference::Head head = {.vocab_size = spec.vocab_size, .hidden_size = spec.hidden_size};
+  head.weight = reference::Upcast(view);
+  reference::Tokens tokens;
+  tokens.hidden_states = reference::Upcast(
+      {&rows.hidden[row * spec.hidden_size], 1, spec.hidden_size, DType::kBFloat16});
+  tokens.targets = {rows.targets[row]};
+  return reference::ComputeLoss(head, reference::Recipe(), tokens);
+}
+
+// The bounds are those of bfloat16 logits in tests/conformance/tolerances.h.
+void ExpectRow(ComputeBackend* backend, const HeadSpec& spec, const Rows& rows, int64_t row) {
+  const reference::Result want = ExpectedOfRow(backend, spec, rows, row);
+  EXPECT_NEAR(rows.loss[row], want.token_loss[0], 4e-3 * want.token_loss[0]) << row;
+  double difference = 0.0;
+  double norm = 0.0;
+  for (int64_t h = 0; h < spec.hidden_size; ++h) {
+    const double got = BFloat16ToFloat(rows.grad[row * spec.hidden_size + h]);
+    difference += (got - want.grad_hidden_states[h]) * (got - want.grad_hidden_states[h]);
+    norm += want.grad_hidden_states[h] * want.grad_hidden_states[h];
+  }
+  EXPECT_LE(std::sqrt(difference / norm), 8e-3) << row;
+}
+
 // 2^31 logits: the last rows lie beyond what 32 bits can index.
 TEST_F(CudaBackendTest, OffsetsBeyondThirtyTwoBits) {
   constexpr int64_t kTokens = 16384;
-  constexpr int64_t kVocab = 131072;
-  constexpr int64_t kHidden = 64;
-  Head head(TrainableSpec(kVocab, kHidden, kTokens));
-  Rows rows(kTokens, kHidden, kVocab, 3);
+  const HeadSpec spec = TrainableSpec(131072, 64, kTokens);
+  Head head(spec);
+  Rows rows(kTokens, spec.hidden_size, spec.vocab_size, 3);
   const auto output = Compute(head.backend.get(), rows.chunk, BackwardMode::kHiddenAndWeight);
   ASSERT_TRUE(output.ok()) << output.status();
-  std::vector<uint16_t> weight(kVocab * kHidden);
-  ASSERT_TRUE(
-      head.backend
-          ->ReadRows(TensorKind::kWeight, 0, {weight.data(), kVocab, kHidden, DType::kBFloat16})
-          .ok());
-  reference::Head oracle_head = {.vocab_size = kVocab, .hidden_size = kHidden};
-  oracle_head.weight = reference::Upcast({weight.data(), kVocab, kHidden, DType::kBFloat16});
   for (const int64_t row : {int64_t{0}, kTokens / 2, kTokens - 1}) {
-    reference::Tokens tokens;
-    tokens.hidden_states =
-        reference::Upcast({&rows.hidden[row * kHidden], 1, kHidden, DType::kBFloat16});
-    tokens.targets = {rows.targets[row]};
-    const reference::Result want = reference::ComputeLoss(oracle_head, reference::Recipe(), tokens);
-    EXPECT_NEAR(rows.loss[row], want.token_loss[0], 4e-3 * want.token_loss[0]) << row;
-    double difference = 0.0;
-    double norm = 0.0;
-    for (int64_t h = 0; h < kHidden; ++h) {
-      const double got = BFloat16ToFloat(rows.grad[row * kHidden + h]);
-      difference += (got - want.grad_hidden_states[h]) * (got - want.grad_hidden_states[h]);
-      norm += want.grad_hidden_states[h] * want.grad_hidden_states[h];
+    ExpectRow(head.backend.get(), spec, rows, row);
+  }
+}
+
+// Rows of hidden states and of the weight that start at any address.
+TEST_F(CudaBackendTest, HiddenSizesThatNothingIsAlignedFor) {
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+    for (const Schedule schedule : {Schedule::kRetain, Schedule::kRecompute}) {
+      for (const int64_t hidden_size : {3, 7, 37, 129}) {
+        SCOPED_TRACE(hidden_size);
+        HeadSpec spec = TrainableSpec(257, hidden_size, 32);
+        spec.weight_dtype = dtype;
+        spec.schedule = schedule;
+        Head head(spec);
+        Rows rows(19, hidden_size, spec.vocab_size, 4);
+        const auto output = Compute(head.backend.get(), rows.chunk, BackwardMode::kHiddenAndWeight);
+        ASSERT_TRUE(output.ok()) << output.status();
+        for (const int64_t row : {0, 1, 18}) ExpectRow(head.backend.get(), spec, rows, row);
+      }
     }
-    EXPECT_LE(std::sqrt(difference / norm), 8e-3) << row;
   }
 }
 
