@@ -1,0 +1,67 @@
+#include "server/config/server_config.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <string>
+
+namespace lmhead {
+namespace {
+
+using ::testing::HasSubstr;
+
+TEST(ServerConfig, DefaultsAreValid) { EXPECT_TRUE(ValidateServerConfig({}).ok()); }
+
+struct BadConfig {
+  const char* name;
+  std::function<void(ServerConfig*)> spoil;
+  std::string words;
+};
+
+class BadConfigTest : public ::testing::TestWithParam<BadConfig> {};
+
+TEST_P(BadConfigTest, NamesTheFlagGotAndWanted) {
+  ServerConfig config;
+  GetParam().spoil(&config);
+  const absl::Status status = ValidateServerConfig(config);
+  EXPECT_TRUE(absl::IsInvalidArgument(status));
+  EXPECT_THAT(std::string(status.message()), HasSubstr(GetParam().words));
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    All, BadConfigTest,
+    ::testing::Values(
+        BadConfig{"NoAddress", [](ServerConfig* c) { c->listen = ""; }, "--listen"},
+        BadConfig{"NegativeMemory", [](ServerConfig* c) { c->memory_limit_bytes = -1; },
+                  "--memory_limit_bytes: got -1, wanted 0"},
+        BadConfig{"NoSlots", [](ServerConfig* c) { c->staging_slots = 0; },
+                  "--staging_slots: got 0, wanted 1 to"},
+        BadConfig{"TooManySlots", [](ServerConfig* c) { c->staging_slots = kStagingSlotsMax + 1; },
+                  "--staging_slots"},
+        BadConfig{"SmallChunks", [](ServerConfig* c) { c->chunk_bytes_max = 1; },
+                  "--chunk_bytes_max"},
+        BadConfig{"LargeChunks", [](ServerConfig* c) { c->chunk_bytes_max = int64_t{1} << 40; },
+                  "--chunk_bytes_max"},
+        BadConfig{"MoreStreamsThanSlots",
+                  [](ServerConfig* c) {
+                    c->staging_slots = 4;
+                    c->max_streams = 5;
+                  },
+                  "--max_streams: got 5, wanted 0 to --staging_slots (4)"},
+        BadConfig{"NoInflight", [](ServerConfig* c) { c->max_inflight_chunks = 0; },
+                  "--max_inflight_chunks"},
+        BadConfig{"NegativeBatch", [](ServerConfig* c) { c->batch_tokens = -5; }, "--batch_tokens"},
+        BadConfig{"NoTimeout", [](ServerConfig* c) { c->write_timeout = absl::ZeroDuration(); },
+                  "--write_timeout_seconds: got 0"}),
+    [](const auto& info) { return info.param.name; });
+
+TEST(ServerConfig, BackendByName) {
+  EXPECT_EQ(*ParseBackendChoice("cpu"), BackendChoice::kCpu);
+  EXPECT_EQ(*ParseBackendChoice("auto"), BackendChoice::kAuto);
+  EXPECT_EQ(*ParseBackendChoice("cuda"), BackendChoice::kCuda);
+  EXPECT_TRUE(absl::IsInvalidArgument(ParseBackendChoice("tpu").status()));
+}
+
+}  // namespace
+}  // namespace lmhead

@@ -1,0 +1,65 @@
+// The real CPU backend, with faults on demand: what a broken device does, and a gate to hold the
+// executor in the middle of a chunk.
+
+#ifndef LMHEAD_TESTS_HEAD_FAULTY_BACKEND_H_
+#define LMHEAD_TESTS_HEAD_FAULTY_BACKEND_H_
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "server/compute/backend.h"
+
+namespace lmhead {
+
+// Switched by the test, read on the executor's thread.
+struct Faults {
+  std::atomic<bool> batch{false};
+  std::atomic<bool> norm{false};
+  std::atomic<bool> update{false};
+  std::atomic<bool> discard{false};
+  std::atomic<int> num_discards{0};
+  std::function<void()> before_batch;  // Set before the first chunk.
+};
+
+class FaultyBackend : public ComputeBackend {
+ public:
+  FaultyBackend(std::unique_ptr<ComputeBackend> real, Faults* faults)
+      : real_(std::move(real)), faults_(faults) {}
+
+  void ComputeBatch(const BatchInput& input, BatchDone done) override {
+    if (faults_->before_batch) faults_->before_batch();
+    if (faults_->batch) return done(absl::InternalError("launch failed"));
+    real_->ComputeBatch(input, std::move(done));
+  }
+  absl::StatusOr<double> GradSquaredNorm() override {
+    if (faults_->norm) return absl::InternalError("norm failed");
+    return real_->GradSquaredNorm();
+  }
+  absl::Status ApplyUpdate(const OptimizerUpdate& update) override {
+    if (faults_->update) return absl::InternalError("update failed");
+    return real_->ApplyUpdate(update);
+  }
+  absl::Status DiscardGradients() override {
+    ++faults_->num_discards;
+    if (faults_->discard) return absl::InternalError("discard failed");
+    return real_->DiscardGradients();
+  }
+  absl::Status WriteRows(TensorKind kind, int64_t row_start, ConstMatrixView rows) override {
+    return real_->WriteRows(kind, row_start, rows);
+  }
+  absl::Status ReadRows(TensorKind kind, int64_t row_start, MatrixView rows) override {
+    return real_->ReadRows(kind, row_start, rows);
+  }
+  int64_t num_updates() const override { return real_->num_updates(); }
+
+ private:
+  const std::unique_ptr<ComputeBackend> real_;
+  Faults* const faults_;
+};
+
+}  // namespace lmhead
+
+#endif  // LMHEAD_TESTS_HEAD_FAULTY_BACKEND_H_
