@@ -38,6 +38,15 @@ void FromWire(const std::byte* data, DType dtype, std::span<float> values) {
                  BFloat16ToFloat);
 }
 
+// At most `count` of the positions, evenly spaced.
+std::vector<int32_t> Spread(const std::vector<int32_t>& positions, int64_t count) {
+  const int64_t available = static_cast<int64_t>(positions.size());
+  if (available <= count) return positions;
+  std::vector<int32_t> spread;
+  for (int64_t i = 0; i < count; ++i) spread.push_back(positions[i * available / count]);
+  return spread;
+}
+
 }  // namespace
 
 // What one trunk process would hold: its rows' buffers and its share of the trunk's gradient.
@@ -148,6 +157,7 @@ Trainer::Trainer(Client* client, const Corpus* corpus, const TrainerOptions& opt
       trunk_(corpus->vocabulary.size(), options.hidden_size, options.seed),
       gradient_(corpus->vocabulary.size(), options.hidden_size),
       generator_(options.seed),
+      evaluated_(Spread(corpus->heldout_positions, kHeldoutTokensMax)),
       shuffled_(corpus->training_positions),
       next_(shuffled_.size()) {
   for (int i = 0; i < kNumWorkers; ++i) {
@@ -304,8 +314,7 @@ absl::Status Trainer::AbortStep(const OpenStep& step, std::string_view reason) {
 }
 
 absl::StatusOr<LossSums> Trainer::EvaluateHeldout() {
-  return workers_[0]->Feed(client_, WriterSpec{.head = options_.head}, corpus_->heldout_positions,
-                           nullptr);
+  return workers_[0]->Feed(client_, WriterSpec{.head = options_.head}, evaluated_, nullptr);
 }
 
 absl::StatusOr<std::vector<int32_t>> Trainer::Predict(std::span<const int32_t> positions) {
