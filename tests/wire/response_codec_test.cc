@@ -303,7 +303,7 @@ TEST(ResponseDecoding, EveryFlippedByteIsAnErrorOrDecodesLikeTheGeneratedParser)
   for (const v1::ChunkResult& result : results) {
     const std::string bytes = ResponseBytes(result);
     for (size_t at = 0; at < bytes.size(); ++at) {
-      for (int flip = 1; flip < 256; ++flip) {
+      for (int flip = 1; flip < 256; flip = flip < 16 ? flip + 1 : flip + 17) {
         SCOPED_TRACE(testing::Message()
                      << result.ShortDebugString() << " byte " << at << " flipped by " << flip);
         std::string flipped = bytes;
