@@ -243,7 +243,9 @@ void ChunkStream::FinishStream() {
     wait = slot_wait_;
   }
   if (wait != 0) env_.slots->CancelWait(wait);
+  // Before the client knows: it may open the next stream at once.
   if (head_stream != nullptr) head_stream->Detach();
+  env_.streams->Remove(this);
   Finish(final_status_);
 }
 
@@ -337,7 +339,8 @@ void ChunkStream::OnReadDone(bool ok) {
         Fail(absl::FailedPreconditionError(
                  phase == Phase::kOpening
                      ? "the client closed the stream before it sent `open`"
-                     : "the client closed the stream without `end`; chunks that were answered are "
+                     : "the client closed the stream without `end`, or sent a message over the "
+                       "limit; chunks that were answered are "
                        "counted: open a stream again and send what is missing, then `end`"),
              /*after_answers=*/true);
       }
@@ -383,7 +386,6 @@ void ChunkStream::OnDone() {
     absl::MutexLock lock(&mu_);
     head_stream = std::move(head_stream_);
   }
-  env_.streams->Remove(this);
   const std::shared_ptr<ChunkStream> self = std::move(self_);
 }
 

@@ -32,7 +32,7 @@ class StreamSet {
   StreamSet(const StreamSet&) = delete;
   StreamSet& operator=(const StreamSet&) = delete;
 
-  // Takes a stream in, until Remove. RESOURCE_EXHAUSTED when there are max_streams.
+  // Takes a stream in, until it is about to finish. RESOURCE_EXHAUSTED when there are max_streams.
   absl::Status Admit(std::shared_ptr<ChunkStream> stream);
   void Remove(ChunkStream* stream);
 

@@ -26,9 +26,7 @@ class StreamTest : public RpcTest {
   void ExpectAllSlotsFree() {
     std::vector<std::unique_ptr<TestStream>> streams;
     for (int i = 0; i < Config().staging_slots; ++i) {
-      streams.push_back(std::make_unique<TestStream>(stub_.get()));
-      ASSERT_TRUE(streams.back()->Send(Open(0, "")));
-      ASSERT_TRUE(streams.back()->Read().has_opened());
+      streams.push_back(OpenEventually(Open(0, "")));
     }
     for (const auto& stream : streams) {
       ASSERT_TRUE(stream->Send(MakeChunk(0)));
