@@ -47,7 +47,7 @@ std::string HumanBytes(int64_t bytes) {
     value /= 1024.0;
     ++unit;
   }
-  return absl::StrFormat(unit == 0 ? "%.0f %s" : "%.1f %s", value, units[unit]);
+  return absl::StrFormat("%.*f %s", unit == 0 ? 0 : 1, value, units[unit]);
 }
 
 std::string WithCommas(int64_t number) {
