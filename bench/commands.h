@@ -15,6 +15,11 @@ int RunGolden(absl::Span<char* const> positional);
 // 0 when it was measured, 2 without a GPU.
 int RunKernel(absl::Span<char* const> positional);
 
+// lmhead-bench service: steps of several workers through a real service, beside what its backend
+// does alone and beside the same head in this process. 0 when it was measured, 1 when a step failed
+// or was counted wrongly, 2 when nothing could be run.
+int RunService(absl::Span<char* const> positional);
+
 }  // namespace lmhead::bench
 
 #endif  // LMHEAD_BENCH_COMMANDS_H_

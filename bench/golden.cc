@@ -5,8 +5,6 @@
 #include <algorithm>
 #include <cstdio>
 #include <filesystem>
-#include <memory>
-#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -18,19 +16,14 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "bench/commands.h"
+#include "bench/common.h"
 #include "bench/golden_case.h"
 #include "bench/golden_compare.h"
 #include "bench/golden_report.h"
 #include "bench/golden_run.h"
 #include "bench/plain_dense.h"
 #include "client/cpp/client.h"
-#include "client/cpp/local_server.h"
 #include "server/cli/common_flags.h"
-
-ABSL_FLAG(std::string, server_binary, "",
-          "The lmhead binary to start; the one beside this program by default.");
-ABSL_FLAG(std::string, schedule, "all",
-          "Schedule to check: retain, recompute, frozen, eval, or all of them.");
 
 namespace lmhead::bench {
 namespace {
@@ -46,24 +39,6 @@ struct GoldenOptions {
   std::vector<Schedule> schedules;
   DType dtype = DType::kFloat32;
 };
-
-absl::StatusOr<std::vector<Schedule>> ParseSchedules(const std::string& name) {
-  const std::vector<Schedule> all = {Schedule::kRetain, Schedule::kRecompute, Schedule::kFrozen,
-                                     Schedule::kEval};
-  if (name == "all") return all;
-  for (const Schedule schedule : all) {
-    if (ScheduleName(schedule) == name) return std::vector<Schedule>{schedule};
-  }
-  return absl::InvalidArgumentError(
-      absl::StrCat("--schedule is '", name, "'; wanted retain, recompute, frozen, eval or all"));
-}
-
-absl::StatusOr<DType> ParseDType(const std::string& name) {
-  if (name.empty() || name == "float32" || name == "fp32") return DType::kFloat32;
-  if (name == "bfloat16" || name == "bf16") return DType::kBFloat16;
-  return absl::InvalidArgumentError(
-      absl::StrCat("--dtype is '", name, "'; wanted float32 (fp32) or bfloat16 (bf16)"));
-}
 
 // The case files of a folder, by name.
 absl::StatusOr<std::vector<std::string>> ListCases(const std::string& folder) {
@@ -87,43 +62,17 @@ absl::StatusOr<GoldenOptions> ParseOptions(absl::Span<char* const> positional) {
         absl::StrCat("wanted one folder of case files, got ", positional.size()));
   }
   GoldenOptions options;
-  auto schedules = ParseSchedules(absl::GetFlag(FLAGS_schedule));
+  auto schedules = SchedulesFromFlag(
+      {Schedule::kRetain, Schedule::kRecompute, Schedule::kFrozen, Schedule::kEval});
   if (!schedules.ok()) return schedules.status();
   options.schedules = *std::move(schedules);
-  const auto dtype = ParseDType(absl::GetFlag(FLAGS_dtype));
+  const auto dtype = DTypeFromFlag(DType::kFloat32);
   if (!dtype.ok()) return dtype.status();
   options.dtype = *dtype;
   auto files = ListCases(positional[0]);
   if (!files.ok()) return files.status();
   options.files = *std::move(files);
   return options;
-}
-
-// The service under test: a child process, or the one at --address.
-struct Service {
-  std::unique_ptr<LocalServer> child;
-  std::unique_ptr<Client> client;
-};
-
-absl::StatusOr<Service> ReachService() {
-  Service service;
-  std::string address = absl::GetFlag(FLAGS_address);
-  if (address.empty()) {
-    std::string binary = absl::GetFlag(FLAGS_server_binary);
-    if (binary.empty()) {
-      std::error_code error;
-      binary = std::filesystem::canonical("/proc/self/exe", error).parent_path() / "lmhead";
-    }
-    auto child =
-        LocalServer::Start(binary, {absl::StrCat("--backend=", absl::GetFlag(FLAGS_backend))});
-    if (!child.ok()) return child.status();
-    service.child = *std::move(child);
-    address = service.child->address();
-  }
-  auto client = Client::Connect(address, {});
-  if (!client.ok()) return client.status();
-  service.client = *std::move(client);
-  return service;
 }
 
 // Whether the results in the file are those of its inputs; what is wrong with them otherwise.
@@ -200,7 +149,7 @@ CaseReport RunCase(Client& client, const std::string& file, const GoldenOptions&
 absl::StatusOr<std::vector<CaseReport>> RunCases(absl::Span<char* const> positional) {
   const absl::StatusOr<GoldenOptions> options = ParseOptions(positional);
   if (!options.ok()) return options.status();
-  absl::StatusOr<Service> service = ReachService();
+  absl::StatusOr<Service> service = ReachService({});
   if (!service.ok()) return service.status();
   std::vector<CaseReport> reports;
   for (const std::string& file : options->files) {
@@ -208,14 +157,7 @@ absl::StatusOr<std::vector<CaseReport>> RunCases(absl::Span<char* const> positio
     reports.push_back(RunCase(*service->client, file, *options,
                               absl::StrCat("golden-", getpid(), "-", reports.size())));
   }
-  if (service->child != nullptr) {
-    const absl::StatusOr<int> exit_code = service->child->Stop();
-    if (!exit_code.ok()) return exit_code.status();
-    if (*exit_code != 0) {
-      return absl::InternalError(absl::StrCat("the service ended with exit code ", *exit_code,
-                                              "; its log:\n", service->child->Log()));
-    }
-  }
+  if (absl::Status stopped = StopService(*service); !stopped.ok()) return stopped;
   return reports;
 }
 

@@ -19,3 +19,4 @@ ABSL_FLAG(bool, json, false, "Print one JSON object for machines to read.");
 ABSL_FLAG(int64_t, memory_limit_bytes, 0,
           "Bytes that all heads together may take. 0: serve takes 80% of what the machine or "
           "container has; estimate takes no bound.");
+ABSL_FLAG(int64_t, vocab, 0, "Vocabulary size, rows of the weight.");

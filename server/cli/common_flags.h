@@ -16,5 +16,6 @@ ABSL_DECLARE_FLAG(std::string, dtype);
 ABSL_DECLARE_FLAG(int64_t, hidden);
 ABSL_DECLARE_FLAG(bool, json);
 ABSL_DECLARE_FLAG(int64_t, memory_limit_bytes);
+ABSL_DECLARE_FLAG(int64_t, vocab);
 
 #endif  // LMHEAD_SERVER_CLI_COMMON_FLAGS_H_

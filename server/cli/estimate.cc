@@ -21,7 +21,6 @@
 
 ABSL_FLAG(int64_t, batch, 1, "estimate: sequences of a micro-batch.");
 ABSL_FLAG(int64_t, seq, 0, "estimate: tokens a sequence.");
-ABSL_FLAG(int64_t, vocab, 0, "estimate: vocabulary size, rows of the weight.");
 ABSL_FLAG(bool, bias, false, "estimate: the head has a bias.");
 ABSL_FLAG(bool, frozen, false, "estimate: the head is not trained: no gradient, no optimizer.");
 ABSL_FLAG(std::string, optimizer, "adamw", "estimate: adamw, sgd or sgd_momentum.");

@@ -47,7 +47,7 @@ const std::vector<Command>& Commands() {
        "",
        "Prints what dense logits would take beside the service's memory plans.",
        "server/cli/estimate.cc",
-       {"backend", "batch_tokens", "dtype", "hidden", "json", "memory_limit_bytes"}},
+       {"backend", "batch_tokens", "dtype", "hidden", "json", "memory_limit_bytes", "vocab"}},
       {"status",
        lmhead::RunStatus,
        "",

@@ -1,0 +1,41 @@
+// Random rows that a benchmark sends over and over.
+
+#ifndef LMHEAD_BENCH_SERVICE_DATA_H_
+#define LMHEAD_BENCH_SERVICE_DATA_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "proto/types/tensor_view.h"
+
+namespace lmhead::bench {
+
+// Standard normal hidden states, and targets below vocab_size; the same each time. Immutable, so
+// that any number of threads may send them.
+class RandomRows {
+ public:
+  RandomRows(int64_t num_rows, int64_t hidden_size, DType dtype, int64_t vocab_size);
+
+  ConstMatrixView hidden_states(int64_t num_rows) const {
+    return {hidden_.data(), num_rows, hidden_size_, dtype_};
+  }
+  std::span<const int32_t> targets(int64_t num_rows) const {
+    return {targets_.data(), static_cast<size_t>(num_rows)};
+  }
+
+  // All hidden states; for pinning them.
+  void* data() { return hidden_.data(); }
+  int64_t size_bytes() const { return static_cast<int64_t>(hidden_.size()); }
+
+ private:
+  const int64_t hidden_size_;
+  const DType dtype_;
+  std::vector<std::byte> hidden_;
+  std::vector<int32_t> targets_;
+};
+
+}  // namespace lmhead::bench
+
+#endif  // LMHEAD_BENCH_SERVICE_DATA_H_
