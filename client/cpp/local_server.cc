@@ -47,19 +47,6 @@ absl::StatusOr<std::string> MakeTemporaryDirectory() {
   return path;
 }
 
-// Our environment, and that OpenMP's idle threads sleep: they would otherwise spin on the few cores
-// that the server shares with its client.
-std::vector<char*> ServerEnvironment() {
-  static char wait_policy[] = "OMP_WAIT_POLICY=passive";
-  std::vector<char*> environment;
-  for (char** variable = environ; *variable != nullptr; ++variable) {
-    environment.push_back(*variable);
-  }
-  if (getenv("OMP_WAIT_POLICY") == nullptr) environment.push_back(wait_policy);
-  environment.push_back(nullptr);
-  return environment;
-}
-
 // Runs arguments[0] with its output in `log_path` and no input, in the process group of its parent:
 // a Ctrl-C at the terminal ends both.
 absl::StatusOr<pid_t> Spawn(const std::vector<std::string>& arguments,
@@ -74,8 +61,7 @@ absl::StatusOr<pid_t> Spawn(const std::vector<std::string>& arguments,
                                    O_WRONLY | O_CREAT | O_APPEND, 0600);
   posix_spawn_file_actions_adddup2(&actions, STDOUT_FILENO, STDERR_FILENO);
   pid_t pid = -1;
-  const int error =
-      posix_spawnp(&pid, argv[0], &actions, nullptr, argv.data(), ServerEnvironment().data());
+  const int error = posix_spawnp(&pid, argv[0], &actions, nullptr, argv.data(), environ);
   posix_spawn_file_actions_destroy(&actions);
   if (error != 0) {
     return absl::NotFoundError(absl::StrFormat("cannot run %s: %s", arguments[0], strerror(error)));

@@ -33,8 +33,8 @@ class LocalServer {
   pid_t pid() const { return pid_; }                                       // -1 once it has ended.
 
   // SIGTERM, then waits. Returns the exit code; DEADLINE_EXCEEDED (and SIGKILL) when it does not
-  // end.
-  absl::StatusOr<int> Stop(absl::Duration timeout = absl::Seconds(30));
+  // end. The default is longer than the 30 s that the server gives its open streams.
+  absl::StatusOr<int> Stop(absl::Duration timeout = absl::Seconds(45));
 
   // SIGKILL and reap.
   void Kill();
