@@ -31,6 +31,11 @@ endfunction()
 # Objects whose main() becomes <name>_main() of the portable executable.
 function(lmhead_portable_part name target)
   cmake_parse_arguments(ARG "" "" "SRCS;DEPS" ${ARGN})
+  # A source that two tests share is there once.
+  get_property(known GLOBAL PROPERTY LMHEAD_PORTABLE_SOURCES)
+  list(TRANSFORM ARG_SRCS PREPEND ${CMAKE_CURRENT_SOURCE_DIR}/)
+  list(REMOVE_ITEM ARG_SRCS ${known})
+  set_property(GLOBAL APPEND PROPERTY LMHEAD_PORTABLE_SOURCES ${ARG_SRCS})
   add_library(${target} OBJECT ${ARG_SRCS})
   target_link_libraries(${target} PUBLIC lmhead_flags ${ARG_DEPS})
   string(MAKE_C_IDENTIFIER ${name} function)
