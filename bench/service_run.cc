@@ -89,7 +89,9 @@ ServiceRun::~ServiceRun() {
 void ServiceRun::SetTraffic(const Traffic& traffic) {
   traffic_ = traffic;
   const int64_t window = int64_t{traffic.connections} * traffic.inflight;
-  piece_tokens_ = traffic.chunk_tokens * CeilDivide(window, kPiecesOfWindow);
+  const int64_t share =
+      CeilDivide(CeilDivide(traffic.tokens, traffic.workers), traffic.chunk_tokens);
+  piece_tokens_ = traffic.chunk_tokens * std::min(share, CeilDivide(window, kPiecesOfWindow));
   const HeadSpec& head = traffic.head;
   rows_ = std::make_unique<RandomRows>(piece_tokens_, head.hidden_size, traffic.hidden_dtype,
                                        head.vocab_size);
