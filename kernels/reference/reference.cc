@@ -39,7 +39,6 @@ class Oracle {
   Result Run();
 
  private:
-  void Check() const;
   Row Describe(int64_t token) const;
   void ComputeLogits(int64_t token, Row* row) const;
   void ComputeStatistics(int64_t token, Row* row);
@@ -52,24 +51,6 @@ class Oracle {
   const Tokens& tokens_;
   Result result_;
 };
-
-void Oracle::Check() const {
-  const auto is = [](size_t size, int64_t wanted) { return static_cast<int64_t>(size) == wanted; };
-  const auto is_or_empty = [&](size_t size, int64_t wanted) {
-    return size == 0 || is(size, wanted);
-  };
-  const int64_t num_tokens = tokens_.num_tokens();
-  LMHEAD_CHECK(is(head_.weight.size(), head_.vocab_size * head_.hidden_size), "weight");
-  LMHEAD_CHECK(is_or_empty(head_.bias.size(), head_.vocab_size), "bias");
-  LMHEAD_CHECK(is(tokens_.hidden_states.size(), num_tokens * head_.hidden_size), "hidden_states");
-  LMHEAD_CHECK(is_or_empty(tokens_.token_weights.size(), num_tokens), "token_weights");
-  LMHEAD_CHECK(is_or_empty(tokens_.token_temperature.size(), num_tokens), "token_temperature");
-  LMHEAD_CHECK(is_or_empty(recipe_.class_weights.size(), head_.vocab_size), "class_weights");
-  for (const int32_t target : tokens_.targets) {
-    LMHEAD_CHECK(target == recipe_.ignore_index || (0 <= target && target < head_.vocab_size),
-                 absl::StrCat("target ", target));
-  }
-}
 
 Row Oracle::Describe(int64_t token) const {
   Row row;
@@ -187,7 +168,6 @@ void Oracle::AddGradients(int64_t token, const Row& row) {
 }
 
 Result Oracle::Run() {
-  Check();
   const int64_t num_tokens = tokens_.num_tokens();
   result_.token_loss.resize(num_tokens);
   result_.logprob.resize(num_tokens);
@@ -229,6 +209,26 @@ std::vector<double> Upcast(ConstMatrixView matrix) {
   return values;
 }
 
+float RoundedTo(DType dtype, float value) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return value;
+    case DType::kBFloat16:
+      return BFloat16ToFloat(FloatToBFloat16(value));
+    case DType::kFloat16:
+      return Float16ToFloat(FloatToFloat16(value));
+  }
+  return value;
+}
+
+std::vector<double> RoundedTo(DType dtype, const std::vector<double>& values) {
+  std::vector<double> rounded(values.size());
+  for (size_t i = 0; i < values.size(); ++i) {
+    rounded[i] = RoundedTo(dtype, static_cast<float>(values[i]));
+  }
+  return rounded;
+}
+
 Recipe::Recipe(const LossRecipe& recipe)
     : ignore_index(recipe.ignore_index),
       label_smoothing(recipe.label_smoothing),
@@ -236,7 +236,26 @@ Recipe::Recipe(const LossRecipe& recipe)
       class_weights(recipe.class_weights.begin(), recipe.class_weights.end()),
       temperature(recipe.temperature) {}
 
+void CheckInputs(const Head& head, const Recipe& recipe, const Tokens& tokens) {
+  const auto is = [](size_t size, int64_t wanted) { return static_cast<int64_t>(size) == wanted; };
+  const auto is_or_empty = [&](size_t size, int64_t wanted) {
+    return size == 0 || is(size, wanted);
+  };
+  const int64_t num_tokens = tokens.num_tokens();
+  LMHEAD_CHECK(is(head.weight.size(), head.vocab_size * head.hidden_size), "weight");
+  LMHEAD_CHECK(is_or_empty(head.bias.size(), head.vocab_size), "bias");
+  LMHEAD_CHECK(is(tokens.hidden_states.size(), num_tokens * head.hidden_size), "hidden_states");
+  LMHEAD_CHECK(is_or_empty(tokens.token_weights.size(), num_tokens), "token_weights");
+  LMHEAD_CHECK(is_or_empty(tokens.token_temperature.size(), num_tokens), "token_temperature");
+  LMHEAD_CHECK(is_or_empty(recipe.class_weights.size(), head.vocab_size), "class_weights");
+  for (const int32_t target : tokens.targets) {
+    LMHEAD_CHECK(target == recipe.ignore_index || (0 <= target && target < head.vocab_size),
+                 absl::StrCat("target ", target));
+  }
+}
+
 Result ComputeLoss(const Head& head, const Recipe& recipe, const Tokens& tokens) {
+  CheckInputs(head, recipe, tokens);
   return Oracle(head, recipe, tokens).Run();
 }
 

@@ -35,6 +35,10 @@ namespace lmhead::reference {
 // The elements of `matrix`, exactly.
 std::vector<double> Upcast(ConstMatrixView matrix);
 
+// Rounded once to `dtype`, to nearest.
+float RoundedTo(DType dtype, float value);
+std::vector<double> RoundedTo(DType dtype, const std::vector<double>& values);
+
 // LossRecipe with its numbers in double, so that constants such as 0.1 can be given exactly.
 struct Recipe {
   int32_t ignore_index = kDefaultIgnoreIndex;
@@ -78,6 +82,10 @@ struct Result {
   std::vector<double> grad_weight;         // [vocab_size, hidden_size]
   std::vector<double> grad_bias;           // [vocab_size] when the head has a bias, else empty.
 };
+
+// Ends the process unless vectors have the sizes stated and targets are ignore_index or in
+// [0, vocab_size).
+void CheckInputs(const Head& head, const Recipe& recipe, const Tokens& tokens);
 
 // Loss, outputs and all gradients of `tokens`.
 // REQUIRES: vectors have the sizes stated; targets are ignore_index or in [0, vocab_size).
