@@ -18,6 +18,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "tests/e2e/service_fixture.h"
+#include "tests/util/paths.h"
 
 extern char** environ;
 
@@ -141,7 +142,8 @@ class DemoTest : public TextFileTest, public ::testing::WithParamInterface<const
 
 TEST_P(DemoTest, TrainsOnASmallTextAndAgreesWithTheOracle) {
   Child demo({LmheadBinary(), "demo", absl::StrCat("--text=", text_), "--steps=40",
-              absl::StrCat("--dtype=", GetParam()), "--backend=cpu", "--hidden=32", "--json"});
+              absl::StrCat("--dtype=", GetParam()), absl::StrCat("--backend=", TestBackend()),
+              "--hidden=32", "--json"});
   ASSERT_EQ(demo.Wait(), 0) << demo.Read("stdout") << demo.Read("stderr");
   const nlohmann::json json = LastLine(demo.Read("stdout"));
   ASSERT_TRUE(json.is_object()) << demo.Read("stdout");

@@ -75,7 +75,7 @@ double RelativeErrorOf(std::span<const float> got, std::span<const Want> want) {
 std::string LmheadBinary() { return PathBesideTest("lmhead"); }
 
 std::unique_ptr<LocalServer> StartServer(std::vector<std::string> extra_flags) {
-  extra_flags.insert(extra_flags.begin(), "--backend=cpu");
+  extra_flags.insert(extra_flags.begin(), absl::StrCat("--backend=", TestBackend()));
   auto server = LocalServer::Start(LmheadBinary(), extra_flags);
   if (!server.ok()) EndProgram(server.status());
   return *std::move(server);

@@ -4,6 +4,9 @@
 #include <cstring>
 #include <utility>
 
+#include "server/config/server_config.h"
+#include "tests/util/paths.h"
+
 namespace lmhead {
 
 // --- TestStream ---
@@ -58,7 +61,7 @@ grpc::Status TestStream::Finish() {
 ServerConfig RpcTest::Config() {
   ServerConfig config;
   config.listen = "127.0.0.1:0";
-  config.backend = BackendChoice::kCpu;
+  config.backend = *ParseBackendChoice(TestBackend());
   config.memory_limit_bytes = 256 * kMiB;
   config.staging_slots = 4;
   config.chunk_bytes_max = kMiB;

@@ -1,5 +1,6 @@
 #include "tests/util/paths.h"
 
+#include <cstdlib>
 #include <filesystem>
 
 namespace lmhead {
@@ -11,6 +12,11 @@ std::string PathBesideTest(const std::string& name) {
 std::string GoldenFolder() {
   const std::string beside = PathBesideTest("golden");
   return std::filesystem::exists(beside) ? beside : LMHEAD_GOLDEN_FOLDER;
+}
+
+std::string TestBackend() {
+  const char* backend = std::getenv("LMHEAD_TEST_BACKEND");
+  return backend == nullptr ? "cpu" : backend;
 }
 
 }  // namespace lmhead

@@ -1,4 +1,5 @@
-// Where a test finds what it runs and reads, wherever its binary has been copied to.
+// Where a test finds what it runs and reads, wherever its binary has been copied to, and which
+// backend the tests of the whole service run on.
 
 #ifndef LMHEAD_TESTS_UTIL_PATHS_H_
 #define LMHEAD_TESTS_UTIL_PATHS_H_
@@ -13,6 +14,9 @@ std::string PathBesideTest(const std::string& name);
 
 // The golden cases: `golden` beside the test (portable folder), else the source tree's.
 std::string GoldenFolder();
+
+// The value of --backend for servers that tests start: LMHEAD_TEST_BACKEND, else `cpu`.
+std::string TestBackend();
 
 }  // namespace lmhead
 
