@@ -18,43 +18,31 @@
 #include "bench/commands.h"
 #include "bench/common.h"
 #include "bench/golden_case.h"
-#include "bench/golden_compare.h"
 #include "bench/golden_report.h"
 #include "bench/golden_run.h"
-#include "bench/plain_dense.h"
 #include "client/cpp/client.h"
+#include "kernels/reference/compare.h"
+#include "kernels/reference/reference.h"
 #include "server/cli/common_flags.h"
 
 namespace lmhead::bench {
 namespace {
 
+using reference::OutputError;
+using reference::Outputs;
+
 constexpr int kExitFailed = 1;
 constexpr int kExitNotRun = 2;
 
-// A case's options are stored in double and sent in float32.
-constexpr double kCaseErrorMax = 1e-5;
+// The oracle against the file's results: double precision on both sides. Entropy is the difference
+// of numbers that large logits make large.
+constexpr double kCaseErrorMax = 1e-6;
 
 struct GoldenOptions {
   std::vector<std::string> files;
   std::vector<Schedule> schedules;
   DType dtype = DType::kFloat32;
 };
-
-// The case files of a folder, by name.
-absl::StatusOr<std::vector<std::string>> ListCases(const std::string& folder) {
-  std::error_code error;
-  std::vector<std::string> files;
-  for (auto entry = std::filesystem::directory_iterator(folder, error);
-       !error && entry != std::filesystem::directory_iterator(); entry.increment(error)) {
-    if (entry->path().extension() == ".safetensors") files.push_back(entry->path().string());
-  }
-  if (error) return absl::NotFoundError(absl::StrCat(folder, ": ", error.message()));
-  if (files.empty()) {
-    return absl::NotFoundError(absl::StrCat(folder, ": no case files (*.safetensors) in it"));
-  }
-  std::sort(files.begin(), files.end());
-  return files;
-}
 
 absl::StatusOr<GoldenOptions> ParseOptions(absl::Span<char* const> positional) {
   if (positional.size() != 1) {
@@ -69,7 +57,7 @@ absl::StatusOr<GoldenOptions> ParseOptions(absl::Span<char* const> positional) {
   const auto dtype = DTypeFromFlag(DType::kFloat32);
   if (!dtype.ok()) return dtype.status();
   options.dtype = *dtype;
-  auto files = ListCases(positional[0]);
+  auto files = ListGoldenCases(positional[0]);
   if (!files.ok()) return files.status();
   options.files = *std::move(files);
   return options;
@@ -77,12 +65,13 @@ absl::StatusOr<GoldenOptions> ParseOptions(absl::Span<char* const> positional) {
 
 // Whether the results in the file are those of its inputs; what is wrong with them otherwise.
 std::string CheckCase(const GoldenCase& golden) {
-  const Outputs computed = ComputePlainDense(golden, Arithmetic::kDouble);
+  const Outputs computed =
+      OutputsOf(reference::ComputeLoss(golden.head, golden.recipe, golden.tokens));
   for (const auto& [name, exact] : golden.expected) {
     const auto found = computed.find(name);
     if (found == computed.end()) return absl::StrCat("the file has an ", name, " without inputs");
     const OutputError error =
-        CompareOutput(name, found->second, exact, found->second, DType::kFloat32);
+        reference::CompareOutput(name, found->second, exact, found->second, DType::kFloat32);
     if (error.rel <= kCaseErrorMax) continue;
     return absl::StrFormat("the file's %s is not that of its inputs: off by %.2e", name, error.rel);
   }
@@ -96,7 +85,8 @@ void AddOutputs(const GoldenCase& golden, Schedule schedule, const Outputs& outp
   for (const auto& [name, got] : outputs) {
     const auto exact = golden.expected.find(name);
     if (exact == golden.expected.end()) continue;
-    const OutputError error = CompareOutput(name, got, exact->second, plain.at(name), dtype);
+    const OutputError error =
+        reference::CompareOutput(name, got, exact->second, plain.at(name), dtype);
     const auto [entry, is_new] = report->outputs.emplace(name, error);
     if (!is_new) entry->second.Worsen(error);
     if (error.Passed()) continue;
@@ -129,7 +119,7 @@ CaseReport RunCase(Client& client, const std::string& file, const GoldenOptions&
     report.status = CaseStatus::kFailed;
     return report;
   }
-  const Outputs plain = ComputePlainDense(*golden, ArithmeticOf(options.dtype));
+  const Outputs plain = PlainOutputs(golden->head, golden->recipe, golden->tokens, options.dtype);
   for (const Schedule schedule : options.schedules) {
     const absl::StatusOr<Outputs> outputs =
         RunGoldenCase(client, *golden, schedule, options.dtype, head);

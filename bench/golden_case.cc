@@ -1,8 +1,11 @@
 #include "bench/golden_case.h"
 
+#include <algorithm>
+#include <filesystem>
 #include <nlohmann/json.hpp>
 #include <set>
 #include <string_view>
+#include <system_error>
 #include <utility>
 
 #include "absl/status/status.h"
@@ -70,70 +73,70 @@ std::vector<std::string> UnknownFields(const Json& options, const SafetensorsRea
 // The numbers of the options. Throws Json::exception when one has another type.
 void ParseOptions(const Json& options, GoldenCase* golden) {
   golden->name = options.at("name").get<std::string>();
-  golden->num_tokens = options.at("num_tokens").get<int64_t>();
-  golden->hidden_size = options.at("hidden_size").get<int64_t>();
-  golden->vocab_size = options.at("vocab_size").get<int64_t>();
-  golden->logit_scale = options.value("logit_scale", 1.0f);
-  golden->softcap = options.value("softcap", 0.0f);
-  LossRecipe& recipe = golden->recipe;
-  recipe.ignore_index = options.value("ignore_index", kDefaultIgnoreIndex);
-  recipe.label_smoothing = options.value("label_smoothing", 0.0f);
-  recipe.z_loss = options.value("z_loss", 0.0f);
-  recipe.temperature = options.value("temperature", 1.0f);
-  recipe.per_token_temperature = options.value("per_token_temperature", false);
-  recipe.token_weights = options.value("token_weights", false);
+  golden->head.vocab_size = options.at("vocab_size").get<int64_t>();
+  golden->head.hidden_size = options.at("hidden_size").get<int64_t>();
+  golden->head.logit_scale = options.value("logit_scale", 1.0);
+  golden->head.softcap = options.value("softcap", 0.0);
+  golden->recipe.ignore_index = options.value("ignore_index", kDefaultIgnoreIndex);
+  golden->recipe.label_smoothing = options.value("label_smoothing", 0.0);
+  golden->recipe.z_loss = options.value("z_loss", 0.0);
+  golden->recipe.temperature = options.value("temperature", 1.0);
 }
 
 // Reads a tensor that must have exactly `count` elements.
 template <typename T>
-absl::Status ReadTensor(const SafetensorsReader& reader, std::string_view name, int64_t count,
-                        std::vector<T>* values) {
-  auto read = reader.ReadAll<T>(name);
-  if (!read.ok()) return read.status();
-  if (static_cast<int64_t>(read->size()) != count) {
+absl::StatusOr<std::vector<T>> ReadTensor(const SafetensorsReader& reader, std::string_view name,
+                                          int64_t count) {
+  auto values = reader.ReadAll<T>(name);
+  if (values.ok() && static_cast<int64_t>(values->size()) != count) {
     return absl::InvalidArgumentError(absl::StrCat("tensor '", std::string(name), "' has ",
-                                                   read->size(), " elements, wanted ", count));
+                                                   values->size(), " elements, wanted ", count));
   }
-  *values = *std::move(read);
-  return absl::OkStatus();
+  return values;
 }
 
 absl::Status ReadInputs(const SafetensorsReader& reader, const Json& options, GoldenCase* golden) {
-  const int64_t tokens = golden->num_tokens;
-  const int64_t vocab = golden->vocab_size;
+  const int64_t num_tokens = options.at("num_tokens").get<int64_t>();
+  const int64_t vocab_size = golden->head.vocab_size;
+  const int64_t hidden_size = golden->head.hidden_size;
+  if (num_tokens < 1 || hidden_size < 1 || vocab_size < 1) {
+    return absl::InvalidArgumentError(
+        "num_tokens, hidden_size and vocab_size must each be at least 1");
+  }
   struct Input {
     const char* name;
     bool wanted;
     int64_t count;
-    std::vector<float>* values;
+    std::vector<double>* values;
   };
   const Input inputs[] = {
-      {"hidden_states", true, tokens * golden->hidden_size, &golden->hidden_states},
-      {"weight", true, vocab * golden->hidden_size, &golden->weight},
-      {"bias", reader.tensors().contains("bias"), vocab, &golden->bias},
-      {"class_weights", options.value("class_weights", false), vocab,
+      {"hidden_states", true, num_tokens * hidden_size, &golden->tokens.hidden_states},
+      {"weight", true, vocab_size * hidden_size, &golden->head.weight},
+      {"bias", reader.tensors().contains("bias"), vocab_size, &golden->head.bias},
+      {"class_weights", options.value("class_weights", false), vocab_size,
        &golden->recipe.class_weights},
-      {"token_weights", golden->recipe.token_weights, tokens, &golden->token_weights},
-      {"token_temperature", golden->recipe.per_token_temperature, tokens,
-       &golden->token_temperature}};
+      {"token_weights", options.value("token_weights", false), num_tokens,
+       &golden->tokens.token_weights},
+      {"token_temperature", options.value("per_token_temperature", false), num_tokens,
+       &golden->tokens.token_temperature}};
   for (const Input& input : inputs) {
     if (!input.wanted) continue;
-    absl::Status status = ReadTensor(reader, input.name, input.count, input.values);
-    if (!status.ok()) return status;
+    const auto values = ReadTensor<float>(reader, input.name, input.count);
+    if (!values.ok()) return values.status();
+    input.values->assign(values->begin(), values->end());
   }
-  return ReadTensor(reader, "targets", tokens, &golden->targets);
+  auto targets = ReadTensor<int32_t>(reader, "targets", num_tokens);
+  if (!targets.ok()) return targets.status();
+  golden->tokens.targets = *std::move(targets);
+  return absl::OkStatus();
 }
 
-absl::Status CheckRanges(const GoldenCase& golden) {
-  if (golden.num_tokens < 1 || golden.hidden_size < 1 || golden.vocab_size < 1) {
-    return absl::InvalidArgumentError(
-        "num_tokens, hidden_size and vocab_size must each be at least 1");
-  }
-  for (const int32_t target : golden.targets) {
-    if (target != golden.recipe.ignore_index && (target < 0 || target >= golden.vocab_size)) {
-      return absl::InvalidArgumentError(absl::StrCat("target ", target, " is neither in [0, ",
-                                                     golden.vocab_size, ") nor ignore_index"));
-    }
+absl::Status CheckTargets(const GoldenCase& golden) {
+  for (const int32_t target : golden.tokens.targets) {
+    if (target == golden.recipe.ignore_index) continue;
+    if (target >= 0 && target < golden.head.vocab_size) continue;
+    return absl::InvalidArgumentError(absl::StrCat("target ", target, " is neither in [0, ",
+                                                   golden.head.vocab_size, ") nor ignore_index"));
   }
   return absl::OkStatus();
 }
@@ -158,6 +161,35 @@ absl::Status ReadExpected(const SafetensorsReader& reader, GoldenCase* golden) {
 
 }  // namespace
 
+std::vector<float> ToFloat(const std::vector<double>& values) {
+  return {values.begin(), values.end()};
+}
+
+LossRecipe RecipeOf(const GoldenCase& golden) {
+  return {.ignore_index = golden.recipe.ignore_index,
+          .label_smoothing = static_cast<float>(golden.recipe.label_smoothing),
+          .z_loss = static_cast<float>(golden.recipe.z_loss),
+          .class_weights = ToFloat(golden.recipe.class_weights),
+          .temperature = static_cast<float>(golden.recipe.temperature),
+          .per_token_temperature = !golden.tokens.token_temperature.empty(),
+          .token_weights = !golden.tokens.token_weights.empty()};
+}
+
+absl::StatusOr<std::vector<std::string>> ListGoldenCases(const std::string& folder) {
+  std::error_code error;
+  std::vector<std::string> files;
+  for (auto entry = std::filesystem::directory_iterator(folder, error);
+       !error && entry != std::filesystem::directory_iterator(); entry.increment(error)) {
+    if (entry->path().extension() == ".safetensors") files.push_back(entry->path().string());
+  }
+  if (error) return absl::NotFoundError(absl::StrCat(folder, ": ", error.message()));
+  if (files.empty()) {
+    return absl::NotFoundError(absl::StrCat(folder, ": no case files (*.safetensors) in it"));
+  }
+  std::sort(files.begin(), files.end());
+  return files;
+}
+
 absl::StatusOr<GoldenCase> LoadGoldenCase(const std::string& path) {
   const auto reader = SafetensorsReader::Open(path);
   if (!reader.ok()) return reader.status();
@@ -169,7 +201,7 @@ absl::StatusOr<GoldenCase> LoadGoldenCase(const std::string& path) {
     ParseOptions(*options, &golden);
     if (!golden.unknown_fields.empty()) return golden;
     absl::Status status = ReadInputs(**reader, *options, &golden);
-    if (status.ok()) status = CheckRanges(golden);
+    if (status.ok()) status = CheckTargets(golden);
     if (status.ok()) status = ReadExpected(**reader, &golden);
     if (!status.ok()) return BadCase(path, std::string(status.message()));
   } catch (const Json::exception& error) {

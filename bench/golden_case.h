@@ -7,42 +7,39 @@
 #ifndef LMHEAD_BENCH_GOLDEN_CASE_H_
 #define LMHEAD_BENCH_GOLDEN_CASE_H_
 
-#include <cstdint>
-#include <map>
 #include <string>
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "kernels/reference/compare.h"
+#include "kernels/reference/reference.h"
 #include "proto/types/loss_recipe.h"
 
 namespace lmhead::bench {
 
-// Outputs by name (token_loss, loss_sum, lse, grad_weight, ...), row-major; counts and indices as
-// numbers, too.
-using Outputs = std::map<std::string, std::vector<double>>;
-
 struct GoldenCase {
   std::string name;
-  int64_t num_tokens = 0;
-  int64_t hidden_size = 0;
-  int64_t vocab_size = 0;
-  float logit_scale = 1.0f;
-  float softcap = 0.0f;
-  LossRecipe recipe;
 
-  std::vector<float> hidden_states;  // [num_tokens, hidden_size]
-  std::vector<float> weight;         // [vocab_size, hidden_size]
-  std::vector<float> bias;           // [vocab_size] or empty, like the next two.
-  std::vector<float> token_weights;  // [num_tokens]
-  std::vector<float> token_temperature;
-  std::vector<int32_t> targets;  // [num_tokens]
+  // The inputs, as the oracle takes them. Tensors are float32 values; options are exact.
+  reference::Head head;
+  reference::Recipe recipe;
+  reference::Tokens tokens;
 
-  Outputs expected;
+  reference::Outputs expected;
 
   // Options and tensors that this program does not know, such as "loss=forward_kl". When there are
-  // any, the case cannot be run.
+  // any, the case cannot be run and its tensors are not read.
   std::vector<std::string> unknown_fields;
 };
+
+// The values of a tensor, which are float32 ones.
+std::vector<float> ToFloat(const std::vector<double>& values);
+
+// The recipe as a service takes it.
+LossRecipe RecipeOf(const GoldenCase& golden);
+
+// The case files of a folder, by name. NOT_FOUND without any.
+absl::StatusOr<std::vector<std::string>> ListGoldenCases(const std::string& folder);
 
 // INVALID_ARGUMENT naming the file and the field when it is not a case. A case with unknown fields
 // is no error.

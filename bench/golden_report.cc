@@ -57,10 +57,11 @@ std::string WorstOf(const std::vector<CaseReport>& reports, const Column& column
   const auto error = [&](const CaseReport* report) { return report->outputs.at(column.output); };
   for (const CaseReport& report : reports) {
     if (!report.outputs.contains(column.output)) continue;
-    if (worst_rel == nullptr || IsWorse(error(&report).rel, error(worst_rel).rel)) {
+    if (worst_rel == nullptr || reference::IsWorse(error(&report).rel, error(worst_rel).rel)) {
       worst_rel = &report;
     }
-    if (worst_abs == nullptr || IsWorse(error(&report).max_abs, error(worst_abs).max_abs)) {
+    if (worst_abs == nullptr ||
+        reference::IsWorse(error(&report).max_abs, error(worst_abs).max_abs)) {
       worst_abs = &report;
     }
   }

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "bench/golden_compare.h"
+#include "kernels/reference/compare.h"
 
 namespace lmhead::bench {
 
@@ -17,8 +17,8 @@ enum class CaseStatus { kPassed, kFailed, kNotYet };
 struct CaseReport {
   std::string name;
   CaseStatus status = CaseStatus::kPassed;
-  std::string detail;                          // Why it failed, or what is not there yet.
-  std::map<std::string, OutputError> outputs;  // The worst over the schedules.
+  std::string detail;  // Why it failed, or what is not there yet.
+  std::map<std::string, reference::OutputError> outputs;  // The worst over the schedules.
 };
 
 // An aligned table, a line a case, then what failed and why, what is not there yet, and a summary.

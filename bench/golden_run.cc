@@ -12,6 +12,8 @@
 namespace lmhead::bench {
 namespace {
 
+using reference::Outputs;
+
 constexpr uint64_t kStep = 1;
 constexpr char kWorker[] = "bench";
 
@@ -71,12 +73,12 @@ v1::HeadSpec SpecOf(const GoldenCase& golden, Schedule schedule, DType dtype,
                     const std::string& head) {
   v1::HeadSpec spec;
   spec.set_name(head);
-  spec.set_vocab_size(golden.vocab_size);
-  spec.set_hidden_size(golden.hidden_size);
+  spec.set_vocab_size(golden.head.vocab_size);
+  spec.set_hidden_size(golden.head.hidden_size);
   spec.set_weight_dtype(DTypeToProto(dtype));
-  spec.set_has_bias(!golden.bias.empty());
-  spec.set_logit_scale(golden.logit_scale);
-  spec.set_softcap(golden.softcap);
+  spec.set_has_bias(!golden.head.bias.empty());
+  spec.set_logit_scale(static_cast<float>(golden.head.logit_scale));
+  spec.set_softcap(static_cast<float>(golden.head.softcap));
   spec.set_trainable(Trains(schedule));
   spec.mutable_optimizer()->set_kind(Trains(schedule) ? v1::OPTIMIZER_KIND_SGD
                                                       : v1::OPTIMIZER_KIND_NONE);
@@ -86,10 +88,11 @@ v1::HeadSpec SpecOf(const GoldenCase& golden, Schedule schedule, DType dtype,
 
 absl::Status LoadHead(Client& client, const GoldenCase& golden, DType dtype,
                       const std::string& head) {
-  Encoded weight(golden.weight, golden.vocab_size, golden.hidden_size, dtype);
+  Encoded weight(ToFloat(golden.head.weight), golden.head.vocab_size, golden.head.hidden_size,
+                 dtype);
   absl::Status status = client.LoadWeights(head, v1::TENSOR_KIND_WEIGHT, 0, weight.view());
-  if (!status.ok() || golden.bias.empty()) return status;
-  Encoded bias(golden.bias, golden.vocab_size, 1, DType::kFloat32);
+  if (!status.ok() || golden.head.bias.empty()) return status;
+  Encoded bias(ToFloat(golden.head.bias), golden.head.vocab_size, 1, DType::kFloat32);
   return client.LoadWeights(head, v1::TENSOR_KIND_BIAS, 0, bias.view());
 }
 
@@ -114,14 +117,14 @@ WriterSpec WriterSpecOf(const GoldenCase& golden, Schedule schedule, DType dtype
   spec.worker = kWorker;
   spec.incarnation = incarnation;
   spec.hidden_dtype = dtype;
-  spec.recipe = LossRecipeToProto(golden.recipe);
+  spec.recipe = LossRecipeToProto(RecipeOf(golden));
   spec.outputs.set_grad_hidden_states(schedule != Schedule::kEval);
   spec.outputs.set_token_loss(true);
   spec.outputs.set_logprob(true);
   spec.outputs.set_lse(true);
   spec.outputs.set_entropy(true);
   spec.outputs.set_argmax(true);
-  spec.chunk_bytes = kRowsPerChunk * golden.hidden_size * BytesPerElement(dtype);
+  spec.chunk_bytes = kRowsPerChunk * golden.head.hidden_size * BytesPerElement(dtype);
   return spec;
 }
 
@@ -130,15 +133,18 @@ absl::Status StreamRows(Client& client, const GoldenCase& golden, const WriterSp
                         Outputs* outputs) {
   auto writer = client.OpenWriter(spec);
   if (!writer.ok()) return writer.status();
-  Encoded hidden(golden.hidden_states, golden.num_tokens, golden.hidden_size, spec.hidden_dtype);
-  Encoded grad_hidden(std::vector<float>(golden.hidden_states.size()), golden.num_tokens,
-                      golden.hidden_size, spec.hidden_dtype);
-  TokenOutputs tokens(static_cast<size_t>(golden.num_tokens));
+  Encoded hidden(ToFloat(golden.tokens.hidden_states), golden.tokens.num_tokens(),
+                 golden.head.hidden_size, spec.hidden_dtype);
+  Encoded grad_hidden(std::vector<float>(golden.tokens.hidden_states.size()),
+                      golden.tokens.num_tokens(), golden.head.hidden_size, spec.hidden_dtype);
+  const std::vector<float> token_weights = ToFloat(golden.tokens.token_weights);
+  const std::vector<float> token_temperature = ToFloat(golden.tokens.token_temperature);
+  TokenOutputs tokens(static_cast<size_t>(golden.tokens.num_tokens()));
   LossRows rows;
   rows.hidden_states = hidden.view();
-  rows.targets = golden.targets;
-  rows.token_weights = golden.token_weights;
-  rows.token_temperature = golden.token_temperature;
+  rows.targets = golden.tokens.targets;
+  rows.token_weights = token_weights;
+  rows.token_temperature = token_temperature;
   if (spec.outputs.grad_hidden_states()) rows.grad_hidden_states = grad_hidden.view();
   rows.token_loss = tokens.token_loss.data();
   rows.logprob = tokens.logprob.data();
@@ -181,10 +187,11 @@ absl::Status ReadGradients(Client& client, const GoldenCase& golden, const std::
   if (!prepared.ok()) return prepared.status();
   (*outputs)["loss_sum"] = {prepared->sums().loss_sum()};
   (*outputs)["num_valid_tokens"] = {static_cast<double>(prepared->sums().num_valid_tokens())};
-  absl::Status status = ReadGradient(client, head, v1::TENSOR_KIND_GRAD_WEIGHT, golden.vocab_size,
-                                     golden.hidden_size, &(*outputs)["grad_weight"]);
-  if (!status.ok() || golden.bias.empty()) return status;
-  return ReadGradient(client, head, v1::TENSOR_KIND_GRAD_BIAS, golden.vocab_size, 1,
+  absl::Status status =
+      ReadGradient(client, head, v1::TENSOR_KIND_GRAD_WEIGHT, golden.head.vocab_size,
+                   golden.head.hidden_size, &(*outputs)["grad_weight"]);
+  if (!status.ok() || golden.head.bias.empty()) return status;
+  return ReadGradient(client, head, v1::TENSOR_KIND_GRAD_BIAS, golden.head.vocab_size, 1,
                       &(*outputs)["grad_bias"]);
 }
 
@@ -200,8 +207,9 @@ absl::StatusOr<uint64_t> BeginStep(Client& client, const std::string& head) {
 
 }  // namespace
 
-absl::StatusOr<Outputs> RunGoldenCase(Client& client, const GoldenCase& golden, Schedule schedule,
-                                      DType dtype, const std::string& head) {
+absl::StatusOr<reference::Outputs> RunGoldenCase(Client& client, const GoldenCase& golden,
+                                                 Schedule schedule, DType dtype,
+                                                 const std::string& head) {
   const auto created = client.CreateHead(SpecOf(golden, schedule, dtype, head));
   if (!created.ok()) return created.status();
   const ScopedHead scoped(client, head);

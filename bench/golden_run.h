@@ -8,6 +8,7 @@
 #include "absl/status/statusor.h"
 #include "bench/golden_case.h"
 #include "client/cpp/client.h"
+#include "kernels/reference/compare.h"
 #include "proto/types/dtype.h"
 #include "proto/types/head_spec.h"
 
@@ -17,8 +18,9 @@ namespace lmhead::bench {
 // of a head that is not trainable; eval asks it for the loss and the per-token outputs alone.
 // Weight and hidden states are sent in `dtype`, a few rows a chunk. Returns the outputs that the
 // schedule has. UNIMPLEMENTED, naming the field, when the service does not do it yet.
-absl::StatusOr<Outputs> RunGoldenCase(Client& client, const GoldenCase& golden, Schedule schedule,
-                                      DType dtype, const std::string& head);
+absl::StatusOr<reference::Outputs> RunGoldenCase(Client& client, const GoldenCase& golden,
+                                                 Schedule schedule, DType dtype,
+                                                 const std::string& head);
 
 }  // namespace lmhead::bench
 

@@ -4,6 +4,8 @@
 #include <cmath>
 #include <limits>
 
+#include "kernels/reference/plain_dense.h"
+
 namespace lmhead::reference {
 namespace {
 
@@ -78,6 +80,12 @@ Outputs OutputsOf(const Result& result) {
                      {"grad_weight", result.grad_weight}};
   if (!result.grad_bias.empty()) outputs["grad_bias"] = result.grad_bias;
   return outputs;
+}
+
+Outputs PlainOutputs(const Head& head, const Recipe& recipe, const Tokens& tokens, DType dtype) {
+  Result plain = ComputePlainDense(head, recipe, tokens, dtype);
+  plain.grad_hidden_states = RoundedTo(dtype, plain.grad_hidden_states);
+  return OutputsOf(plain);
 }
 
 bool IsWorse(double error, double other) {

@@ -24,6 +24,9 @@ using Outputs = std::map<std::string, std::vector<double>>;
 // All outputs of `result`; grad_bias when there is one.
 Outputs OutputsOf(const Result& result);
 
+// Those of plain dense arithmetic with logits, their gradient and grad_hidden_states in `dtype`.
+Outputs PlainOutputs(const Head& head, const Recipe& recipe, const Tokens& tokens, DType dtype);
+
 // Whether `error` is larger than `other`; one that is not a number is the largest.
 bool IsWorse(double error, double other);
 
@@ -43,8 +46,8 @@ struct OutputError {
   void Worsen(const OutputError& other);
 };
 
-// `plain` is plain dense arithmetic's, in `dtype`: its logits rounded to it and its
-// grad_hidden_states too, whose floor is then one rounding of that kind.
+// `plain` is what PlainOutputs gives for the same inputs and dtype. In a narrow one the floor of
+// grad_hidden_states is one rounding to it.
 OutputError CompareOutput(const std::string& name, const std::vector<double>& got,
                           const std::vector<double>& exact, const std::vector<double>& plain,
                           DType dtype);

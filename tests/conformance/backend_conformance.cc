@@ -8,11 +8,12 @@
 #include <numeric>
 
 #include "absl/strings/str_cat.h"
+#include "bench/golden_case.h"
+#include "kernels/reference/compare.h"
+#include "kernels/reference/reference.h"
 #include "proto/types/check.h"
 #include "tests/conformance/compare.h"
-#include "tests/conformance/dense.h"
-#include "tests/conformance/golden_case.h"
-#include "tests/conformance/twice_dense.h"
+#include "tests/util/golden_paths.h"
 
 namespace lmhead {
 namespace {
@@ -244,23 +245,14 @@ TEST_P(BackendConformance, NeverWorseThanTwiceDense) {
     SCOPED_TRACE(absl::StrCat(shape.num_tokens, "x", shape.hidden_size, "x", shape.vocab_size));
     const HeadSpec spec = Spec(shape);
     const auto rig = MakeRig(spec);
-    ChunkData chunk = MakeChunk(spec, shape.num_tokens);
+    const ChunkData chunk = MakeChunk(spec, shape.num_tokens);
     const reference::Result want = rig->Expected(kPlain, chunk);
-    DenseInputs inputs{.num_tokens = shape.num_tokens,
-                       .hidden_size = shape.hidden_size,
-                       .vocab_size = shape.vocab_size,
-                       .hidden_states = chunk.hidden_states,
-                       .weight = rig->Read(TensorKind::kWeight),
-                       .targets = chunk.targets};
-    for (const float weight : chunk.token_weights) {
-      inputs.coefficients.push_back(weight * chunk.grad_scale);
-    }
-    const DenseResult dense = ComputeDense(inputs, GetParam().logits_dtype);
+    const reference::Result dense = rig->PlainDense(kPlain, chunk, GetParam().logits_dtype);
     const ChunkAnswer answer = rig->Run(kPlain, {chunk})[0];
     EXPECT_LE(MaxError(answer.lse, want.lse), 2 * MaxError(dense.lse, want.lse));
     EXPECT_LE(MaxError(answer.logprob, want.logprob), 2 * MaxError(dense.logprob, want.logprob));
     if (GetParam().schedule == Schedule::kEval) continue;
-    const auto dense_grad = RoundedTo(GetParam().hidden_dtype, dense.grad_hidden_states);
+    const auto dense_grad = reference::RoundedTo(GetParam().hidden_dtype, dense.grad_hidden_states);
     EXPECT_LE(MaxError(answer.grad_hidden_states, want.grad_hidden_states),
               2 * MaxError(dense_grad, want.grad_hidden_states));
     if (!rig->accumulates()) continue;
@@ -715,63 +707,99 @@ TEST_P(BackendConformance, LivesInItsPlan) {
 
 // --- Golden cases ------------------------------------------------------------------------------
 
+namespace {
+
+// The backend with the case's head in it.
+std::unique_ptr<Rig> RigOf(const ConformanceCase& c, const reference::Head& head) {
+  const bool trainable = IsTrainable(c.schedule);
+  const HeadSpec spec = {
+      .name = "golden",
+      .vocab_size = head.vocab_size,
+      .hidden_size = head.hidden_size,
+      .weight_dtype = c.weight_dtype,
+      .has_bias = !head.bias.empty(),
+      .logit_scale = static_cast<float>(head.logit_scale),
+      .softcap = static_cast<float>(head.softcap),
+      .trainable = trainable,
+      .optimizer = {.kind = trainable ? OptimizerKind::kSgd : OptimizerKind::kNone},
+      .schedule = c.schedule};
+  auto rig = std::make_unique<Rig>(c.backend, spec, c.hidden_dtype);
+  rig->Write(TensorKind::kWeight, bench::ToFloat(head.weight));
+  if (!head.bias.empty()) rig->Write(TensorKind::kBias, bench::ToFloat(head.bias));
+  return rig;
+}
+
+// What the backend gives for the case, without what its schedule does not give.
+reference::Outputs AnswerOf(const bench::GoldenCase& golden, Rig* rig) {
+  const ChunkAnswer answer =
+      rig->Run(bench::RecipeOf(golden),
+               {{.hidden_states = bench::ToFloat(golden.tokens.hidden_states),
+                 .targets = golden.tokens.targets,
+                 .token_weights = bench::ToFloat(golden.tokens.token_weights),
+                 .token_temperature = bench::ToFloat(golden.tokens.token_temperature)}})[0];
+  reference::Outputs outputs;
+  const auto add = [&](const char* name, const auto& values) {
+    if (!values.empty()) outputs[name].assign(values.begin(), values.end());
+  };
+  add("token_loss", answer.token_loss);
+  add("logprob", answer.logprob);
+  add("lse", answer.lse);
+  add("entropy", answer.entropy);
+  add("argmax", answer.argmax);
+  add("grad_hidden_states", answer.grad_hidden_states);
+  outputs["loss_sum"] = {answer.sums.loss_sum};
+  outputs["num_valid_tokens"] = {static_cast<double>(answer.sums.num_valid_tokens)};
+  if (!rig->accumulates()) return outputs;
+  add("grad_weight", rig->Read(TensorKind::kGradWeight));
+  if (rig->spec().has_bias) add("grad_bias", rig->Read(TensorKind::kGradBias));
+  return outputs;
+}
+
+// For a backend that holds logits in bfloat16: the rule of kernels/reference/compare.h.
+void ExpectWithinTwiceDense(const bench::GoldenCase& golden, const reference::Outputs& answer) {
+  const reference::Outputs plain =
+      PlainOutputs(golden.head, golden.recipe, golden.tokens, DType::kBFloat16);
+  for (const auto& [name, got] : answer) {
+    const reference::OutputError error = reference::CompareOutput(
+        name, got, golden.expected.at(name), plain.at(name), DType::kBFloat16);
+    EXPECT_TRUE(error.Passed()) << name << ": relative " << error.rel << ", limit "
+                                << error.rel_limit << "; largest " << error.max_abs << ", limit "
+                                << error.max_abs_limit;
+  }
+}
+
+void ExpectWithinTolerances(const bench::GoldenCase& golden, const reference::Outputs& answer,
+                            const Tolerances& tolerances) {
+  const double rounding = RoundingOfLogits(LargestMagnitude(golden.expected.at("lse")));
+  for (const auto& [name, got] : answer) {
+    SCOPED_TRACE(name);
+    const std::vector<double>& want = golden.expected.at(name);
+    if (name == "argmax" || name == "num_valid_tokens") {
+      EXPECT_EQ(got, want);
+    } else if (name == "loss_sum") {
+      EXPECT_NEAR(got[0], want[0], (tolerances.token_outputs + rounding) * std::max(1.0, want[0]));
+    } else if (name == "grad_hidden_states") {
+      EXPECT_LE(RelativeError(got, want), tolerances.grad_hidden_states + rounding);
+    } else if (name == "grad_weight" || name == "grad_bias") {
+      EXPECT_LE(RelativeError(got, want), tolerances.grad_weight + rounding);
+    } else {
+      EXPECT_LE(RelativeError(got, want), tolerances.token_outputs + rounding);
+    }
+  }
+}
+
+}  // namespace
+
 TEST_P(GoldenConformance, EqualsTorch) {
   const ConformanceCase& c = GetParam().conformance;
-  const absl::StatusOr<GoldenCase> golden = ReadGoldenCase(GetParam().path);
+  const absl::StatusOr<bench::GoldenCase> golden = bench::LoadGoldenCase(GetParam().path);
   ASSERT_TRUE(golden.ok()) << golden.status();
-  const auto floats = [](const std::vector<double>& values) {
-    return std::vector<float>(values.begin(), values.end());
-  };
-  const bool trainable = IsTrainable(c.schedule);
-  Rig rig(c.backend,
-          {.name = "golden",
-           .vocab_size = golden->head.vocab_size,
-           .hidden_size = golden->head.hidden_size,
-           .weight_dtype = c.weight_dtype,
-           .has_bias = !golden->head.bias.empty(),
-           .logit_scale = static_cast<float>(golden->head.logit_scale),
-           .softcap = static_cast<float>(golden->head.softcap),
-           .trainable = trainable,
-           .optimizer = {.kind = trainable ? OptimizerKind::kSgd : OptimizerKind::kNone},
-           .schedule = c.schedule},
-          c.hidden_dtype);
-  rig.Write(TensorKind::kWeight, floats(golden->head.weight));
-  if (!golden->head.bias.empty()) rig.Write(TensorKind::kBias, floats(golden->head.bias));
-  LossRecipe recipe{.ignore_index = golden->recipe.ignore_index,
-                    .label_smoothing = static_cast<float>(golden->recipe.label_smoothing),
-                    .z_loss = static_cast<float>(golden->recipe.z_loss),
-                    .class_weights = floats(golden->recipe.class_weights),
-                    .temperature = static_cast<float>(golden->recipe.temperature)};
-  const ChunkAnswer answer =
-      rig.Run(recipe, {{.hidden_states = floats(golden->tokens.hidden_states),
-                        .targets = golden->tokens.targets,
-                        .token_weights = floats(golden->tokens.token_weights),
-                        .token_temperature = floats(golden->tokens.token_temperature)}})[0];
-
+  const reference::Outputs answer = AnswerOf(*golden, RigOf(c, golden->head).get());
   if (c.logits_dtype == DType::kBFloat16) {
-    GoldenAnswer all = {.chunk = answer};
-    if (rig.accumulates()) all.grad_weight = rig.Read(TensorKind::kGradWeight);
-    if (rig.accumulates() && rig.spec().has_bias) all.grad_bias = rig.Read(TensorKind::kGradBias);
-    ExpectWithinTwiceDense(GetParam().path, all);
-    return;
+    ExpectWithinTwiceDense(*golden, answer);
+  } else {
+    ExpectWithinTolerances(*golden, answer, c.tolerances());
   }
-  const double rounding = RoundingOfLogits(LargestMagnitude(golden->lse));
-  const double tolerance = c.tolerances().token_outputs + rounding;
-  EXPECT_LE(RelativeError(answer.token_loss, golden->token_loss), tolerance);
-  EXPECT_LE(RelativeError(answer.lse, golden->lse), tolerance);
-  EXPECT_LE(RelativeError(answer.logprob, golden->logprob), tolerance);
-  EXPECT_LE(RelativeError(answer.entropy, golden->entropy), tolerance);
-  EXPECT_EQ(answer.argmax, golden->argmax);
-  EXPECT_NEAR(answer.sums.loss_sum, golden->loss_sum, tolerance * std::max(1.0, golden->loss_sum));
-  EXPECT_EQ(answer.sums.num_valid_tokens, golden->num_valid_tokens);
-  if (c.schedule == Schedule::kEval) return;
-  EXPECT_LE(RelativeError(answer.grad_hidden_states, golden->grad_hidden_states),
-            c.tolerances().grad_hidden_states + rounding);
-  if (!rig.accumulates()) return;
-  const double grad_tolerance = c.tolerances().grad_weight + rounding;
-  EXPECT_LE(RelativeError(rig.Read(TensorKind::kGradWeight), golden->grad_weight), grad_tolerance);
-  if (golden->grad_bias.empty()) return;
-  EXPECT_LE(RelativeError(rig.Read(TensorKind::kGradBias), golden->grad_bias), grad_tolerance);
 }
 
 }  // namespace lmhead

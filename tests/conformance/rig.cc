@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "absl/synchronization/notification.h"
+#include "kernels/reference/plain_dense.h"
 #include "proto/types/check.h"
 
 namespace lmhead {
@@ -48,6 +49,14 @@ PlanOptions OptionsOf(const BackendUnderTest& backend) { return {.backend = back
 
 std::vector<double> ToDouble(const std::vector<float>& values) {
   return {values.begin(), values.end()};
+}
+
+reference::Tokens TokensOf(const ChunkData& chunk) {
+  return {.hidden_states = ToDouble(chunk.hidden_states),
+          .targets = chunk.targets,
+          .token_weights = ToDouble(chunk.token_weights),
+          .token_temperature = ToDouble(chunk.token_temperature),
+          .grad_scale = chunk.grad_scale};
 }
 
 }  // namespace
@@ -143,19 +152,24 @@ std::vector<float> Rig::Read(TensorKind kind) {
   return Unpack(bytes, dtype);
 }
 
-reference::Result Rig::Expected(const LossRecipe& recipe, const ChunkData& chunk) {
+reference::Head Rig::Head() {
   reference::Head head{.vocab_size = spec_.vocab_size,
                        .hidden_size = spec_.hidden_size,
                        .weight = ToDouble(Read(TensorKind::kWeight)),
                        .logit_scale = spec_.logit_scale,
                        .softcap = spec_.softcap};
   if (spec_.has_bias) head.bias = ToDouble(Read(TensorKind::kBias));
-  return reference::ComputeLoss(head, reference::Recipe(recipe),
-                                {.hidden_states = ToDouble(chunk.hidden_states),
-                                 .targets = chunk.targets,
-                                 .token_weights = ToDouble(chunk.token_weights),
-                                 .token_temperature = ToDouble(chunk.token_temperature),
-                                 .grad_scale = chunk.grad_scale});
+  return head;
+}
+
+reference::Result Rig::Expected(const LossRecipe& recipe, const ChunkData& chunk) {
+  return reference::ComputeLoss(Head(), reference::Recipe(recipe), TokensOf(chunk));
+}
+
+reference::Result Rig::PlainDense(const LossRecipe& recipe, const ChunkData& chunk,
+                                  DType logits_dtype) {
+  return reference::ComputePlainDense(Head(), reference::Recipe(recipe), TokensOf(chunk),
+                                      logits_dtype);
 }
 
 BackwardMode Rig::mode() const {

@@ -72,8 +72,11 @@ class Rig {
   void Write(TensorKind kind, const std::vector<float>& values);
   std::vector<float> Read(TensorKind kind);
 
-  // What the oracle says of the same chunk and the values given as weight and bias.
+  // What the oracle and plain dense arithmetic say of the same chunk and the values given as weight
+  // and bias.
   reference::Result Expected(const LossRecipe& recipe, const ChunkData& chunk);
+  reference::Result PlainDense(const LossRecipe& recipe, const ChunkData& chunk,
+                               DType logits_dtype);
 
   BackwardMode mode() const;
   bool accumulates() const { return mode() == BackwardMode::kHiddenAndWeight; }
@@ -84,6 +87,7 @@ class Rig {
 
  private:
   DType DTypeOf(TensorKind kind) const;
+  reference::Head Head();
 
   const HeadSpec spec_;
   const DType hidden_dtype_;
