@@ -10,24 +10,24 @@
 #include <cstdint>
 
 #include "absl/status/statusor.h"
+#include "kernels/reference/compare.h"
 #include "server/cli/demo/trainer.h"
 
 namespace lmhead::demo {
 
-// Relative errors: |sum - oracle| / |oracle| of the loss, ||grad - oracle|| / ||oracle|| of the
-// gradients.
+// Errors of what the service gave against the oracle. Each may be at most twice that of plain dense
+// arithmetic in the head's dtype on the same inputs (kernels/reference/compare.h): a trainer that
+// keeps bfloat16 logits has the roundings of those, and so may the service.
 struct CheckReport {
   int64_t num_tokens = 0;
   double loss = 0.0;  // Mean, as the oracle has it.
-  double loss_error = 0.0;
-  double grad_hidden_states_error = 0.0;
-  double grad_weight_error = 0.0;
-  double grad_bias_error = 0.0;
-  double loss_bound = 0.0;
-  double grad_bound = 0.0;
+  reference::OutputError loss_sum;
+  reference::OutputError grad_hidden_states;
+  reference::OutputError grad_weight;
+  reference::OutputError grad_bias;
 
-  double WorstGradError() const;
-  bool Passed() const;  // False for an error that is not a number, too.
+  double WorstGradError() const;  // Relative.
+  bool Passed() const;            // False for an error that is not a number, too.
 };
 
 // Checks `num_tokens` rows of the training text (fewer when the text is shorter).

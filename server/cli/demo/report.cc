@@ -28,9 +28,15 @@ std::vector<double> Columns(const std::vector<double>& losses) {
   return columns;
 }
 
-std::string ErrorLine(std::string_view name, double error, double bound) {
-  return absl::StrFormat("  %-22s %.2e   %s %.0e\n", name, error,
-                         error <= bound ? "within" : "OVER THE BOUND", bound);
+std::string ErrorLine(std::string_view name, const reference::OutputError& error) {
+  std::string line =
+      absl::StrFormat("  %-20s %14.2e   %11.2e   %8.2e   %s", name, error.rel, error.plain_rel,
+                      error.rel_limit, error.Passed() ? "within" : "OVER THE LIMIT");
+  if (!(error.max_abs <= error.max_abs_limit)) {
+    absl::StrAppendFormat(&line, " (largest single error %.2e, limit %.2e)", error.max_abs,
+                          error.max_abs_limit);
+  }
+  return line + "\n";
 }
 
 std::string WordAt(const Corpus& corpus, int32_t id) {
@@ -175,10 +181,9 @@ std::string RenderMemory(const MemoryFacts& facts) {
 
 std::string RenderCheck(const CheckReport& check) {
   return absl::StrCat(
-      ErrorLine("loss", check.loss_error, check.loss_bound),
-      ErrorLine("grad_hidden_states", check.grad_hidden_states_error, check.grad_bound),
-      ErrorLine("grad_weight", check.grad_weight_error, check.grad_bound),
-      ErrorLine("grad_bias", check.grad_bias_error, check.grad_bound));
+      absl::StrFormat("  %-20s %14s   %11s   %8s\n", "", "relative error", "plain dense", "limit"),
+      ErrorLine("loss", check.loss_sum), ErrorLine("grad_hidden_states", check.grad_hidden_states),
+      ErrorLine("grad_weight", check.grad_weight), ErrorLine("grad_bias", check.grad_bias));
 }
 
 }  // namespace lmhead::demo

@@ -58,6 +58,7 @@ struct MemoryFacts {
 std::string RenderMemory(const MemoryFacts& facts);
 DenseLogits DenseLogitsOfStep(const MemoryFacts& facts);
 
+// A table: each error, that of plain dense arithmetic, and the limit.
 std::string RenderCheck(const CheckReport& check);
 
 // "1.5 GiB"

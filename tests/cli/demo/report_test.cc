@@ -62,30 +62,46 @@ TEST(Report, CurveOfOddInputs) {
   EXPECT_NE(RowOf(RenderLossCurve({3.0, 3.0, 3.0}, 3.0), 2, '*'), -1);
 }
 
+reference::OutputError Error(double rel) {
+  return {.rel = rel, .plain_rel = 4e-6, .rel_limit = 1e-5, .max_abs_limit = 1.0};
+}
+
 CheckReport GoodCheck() {
   return {.num_tokens = 4,
           .loss = 1.0,
-          .loss_error = 1e-6,
-          .grad_hidden_states_error = 1e-6,
-          .grad_weight_error = 2e-6,
-          .grad_bias_error = 1e-6,
-          .loss_bound = 1e-5,
-          .grad_bound = 1e-5};
+          .loss_sum = Error(1e-6),
+          .grad_hidden_states = Error(1e-6),
+          .grad_weight = Error(2e-6),
+          .grad_bias = Error(1e-6)};
 }
 
 TEST(CheckReport, EveryErrorCounts) {
   EXPECT_TRUE(GoodCheck().Passed());
   EXPECT_EQ(GoodCheck().WorstGradError(), 2e-6);
   EXPECT_THAT(RenderCheck(GoodCheck()), Not(HasSubstr("OVER")));
-  for (double CheckReport::*field :
-       {&CheckReport::loss_error, &CheckReport::grad_hidden_states_error,
-        &CheckReport::grad_weight_error, &CheckReport::grad_bias_error}) {
+  for (reference::OutputError CheckReport::*field :
+       {&CheckReport::loss_sum, &CheckReport::grad_hidden_states, &CheckReport::grad_weight,
+        &CheckReport::grad_bias}) {
     for (double bad : {2e-5, std::numeric_limits<double>::quiet_NaN()}) {
       CheckReport check = GoodCheck();
-      check.*field = bad;
+      (check.*field).rel = bad;
       EXPECT_FALSE(check.Passed());
-      EXPECT_THAT(RenderCheck(check), HasSubstr("OVER THE BOUND"));
+      EXPECT_THAT(RenderCheck(check), HasSubstr("OVER THE LIMIT"));
     }
+    CheckReport check = GoodCheck();
+    (check.*field).max_abs = 2.0;
+    EXPECT_FALSE(check.Passed());
+    EXPECT_THAT(RenderCheck(check), HasSubstr("largest single error 2.00e+00, limit 1.00e+00"));
+  }
+}
+
+TEST(CheckReport, ColumnsStandUnderTheirTitles) {
+  const std::vector<std::string> lines = absl::StrSplit(RenderCheck(GoodCheck()), '\n');
+  for (const auto& [title, number] : {std::pair("relative error", "2.00e-06"),
+                                      {"plain dense", "4.00e-06"},
+                                      {"limit", "1.00e-05"}}) {
+    const size_t title_end = lines[0].find(title) + std::string(title).size();
+    EXPECT_EQ(lines[3].find(number) + 8, title_end) << title;
   }
 }
 
