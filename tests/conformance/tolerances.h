@@ -2,8 +2,8 @@
 //
 // Every bound is on ||got - want|| / ||want|| (compare.h) against the float64 oracle on the same,
 // upcast inputs. On top of them stands a bound that needs no table: the largest absolute error is
-// at most twice that of the same computation in plain dense arithmetic (plain_dense.h). A bound is never
-// loosened to make a test pass.
+// at most twice that of the same computation in plain dense arithmetic
+// (kernels/reference/plain_dense.h). A bound is never loosened to make a test pass.
 
 #ifndef LMHEAD_TESTS_CONFORMANCE_TOLERANCES_H_
 #define LMHEAD_TESTS_CONFORMANCE_TOLERANCES_H_
