@@ -136,13 +136,13 @@ float PlainRow::Logprob(int64_t j) const {
   return std::min(0.0f, logits_[j] - logits_max_ - log_sum_);
 }
 
+// Relative to the maximum, so that a common offset of the logits does not make it coarse.
 float PlainRow::Entropy() const {
-  if (logits_max_ == kMasked) return 0.0f;
-  float weighted = 0.0f;
+  float entropy = log_sum_;
   for (int64_t j = 0; j < in_.vocab_size; ++j) {
-    if (logits_[j] != kMasked) weighted += Probability(j) * logits_[j];
+    if (logits_[j] != kMasked) entropy -= Probability(j) * (logits_[j] - logits_max_);
   }
-  return lse() - weighted;
+  return entropy;
 }
 
 // The distribution that cross entropy is taken against, with smoothing and class weights in it.

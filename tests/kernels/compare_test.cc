@@ -63,7 +63,6 @@ TEST(CompareOutput, WorseningKeepsTheLargestAndNeverHidesWhatIsNotANumber) {
   EXPECT_TRUE(std::isnan(error.rel));
 }
 
-// Of a wrong value's neighbours: one rounding to bfloat16 passes for what is rounded to it alone.
 TEST(CompareOutput, OnlyRoundedGradientsHaveTheFloorOfTheirRounding) {
   const auto passes = [](const std::string& name, DType dtype) {
     return CompareOutput(name, {1.0 + 0x1p-10}, {1}, {1}, dtype).Passed();
