@@ -200,8 +200,10 @@ grpc::Status LmHeadServiceImpl::ReadWeights(grpc::ServerContext* context,
   absl::StatusOr<TensorShape> shape = (*head)->ShapeOf(*kind);
   if (!shape.ok()) return ToGrpcStatus(shape.status());
   int64_t row = request->row_start();
-  const int64_t wanted = request->num_rows() == 0 ? shape->rows - row : request->num_rows();
-  if (row < 0 || row >= shape->rows || wanted < 0 || wanted > shape->rows - row) {
+  const bool starts_inside = row >= 0 && row < shape->rows;  // Before any arithmetic with it.
+  const int64_t wanted =
+      request->num_rows() == 0 && starts_inside ? shape->rows - row : request->num_rows();
+  if (!starts_inside || wanted < 0 || wanted > shape->rows - row) {
     return ToGrpcStatus(absl::InvalidArgumentError(
         absl::StrCat("ReadWeights: got ", request->num_rows(), " rows from row ", row,
                      ", wanted a range within the tensor's ", shape->rows, " rows")));
