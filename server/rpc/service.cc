@@ -352,8 +352,7 @@ grpc::Status LmHeadServiceImpl::EstimateMemory(grpc::ServerContext* context,
   response->set_available_bytes(available_bytes);
   options.budget_bytes = available_bytes;
   const absl::StatusOr<MemoryPlan> plan = PlanHead(*spec, options);
-  const bool fits = available_bytes > 0 && plan.ok();  // To the plan, a budget of 0 has no bound.
-  response->set_chosen_schedule(ScheduleToProto(fits ? plan->schedule : Schedule::kAuto));
+  response->set_chosen_schedule(ScheduleToProto(plan.ok() ? plan->schedule : Schedule::kAuto));
   const int64_t num_tokens = request->num_sequences() * request->sequence_length();
   if (num_tokens > 0) {
     *response->mutable_dense() =

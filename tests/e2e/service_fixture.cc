@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "kernels/reference/plain_dense.h"
 #include "tests/util/paths.h"
 
 namespace lmhead::e2e {
@@ -244,7 +245,8 @@ absl::StatusOr<std::vector<float>> ReadTensor(Client* client, const HeadShape& s
   return Decode(bytes, dtype);
 }
 
-OracleTrainer::OracleTrainer(const HeadShape& shape) : shape_(shape) {
+OracleTrainer::OracleTrainer(const HeadShape& shape, std::optional<DType> plain_logits)
+    : shape_(shape), plain_logits_(plain_logits) {
   const std::vector<float> weight = InitialWeight(shape);
   master_weight_.assign(weight.begin(), weight.end());
   if (shape.has_bias) bias_.resize(shape.vocab_size);
@@ -268,7 +270,10 @@ reference::Result OracleTrainer::Step(std::span<const Rows> rows, uint64_t step)
                                 worker.hidden_states.end());
     tokens.targets.insert(tokens.targets.end(), worker.targets.begin(), worker.targets.end());
   }
-  const reference::Result result = reference::ComputeLoss(head, reference::Recipe(), tokens);
+  const reference::Recipe recipe;
+  const reference::Result result =
+      plain_logits_.has_value() ? reference::ComputePlainDense(head, recipe, tokens, *plain_logits_)
+                                : reference::ComputeLoss(head, recipe, tokens);
   const double multiplier = 1.0 / static_cast<double>(result.sums.num_valid_tokens);
   reference::ApplyUpdate(optimizer_, optimizer_.weight_decay, LearningRate(step), multiplier,
                          result.grad_weight, master_weight_, &weight_state_);

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -105,7 +106,9 @@ absl::StatusOr<std::vector<float>> ReadTensor(Client* client, const HeadShape& s
 // The same training in double precision, in this process.
 class OracleTrainer {
  public:
-  explicit OracleTrainer(const HeadShape& shape);
+  // With `plain_logits`, the yardstick instead of the oracle: plain dense arithmetic with logits in
+  // that dtype.
+  explicit OracleTrainer(const HeadShape& shape, std::optional<DType> plain_logits = std::nullopt);
 
   // Loss and gradients of all workers' rows, as one chunk, on the weight as the service holds it
   // (rounded to its dtype). Then one update.
@@ -116,6 +119,7 @@ class OracleTrainer {
 
  private:
   const HeadShape shape_;
+  const std::optional<DType> plain_logits_;
   OptimizerSpec optimizer_;
   std::vector<double> master_weight_, bias_;
   reference::OptimizerState weight_state_, bias_state_;

@@ -3,11 +3,13 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <cstdio>
 #include <cstring>
 
 #include "absl/strings/str_cat.h"
 #include "tests/e2e/service_fixture.h"
+#include "tests/util/paths.h"
 
 namespace lmhead::e2e {
 namespace {
@@ -73,6 +75,10 @@ std::vector<float> GradOfAllWorkers(const std::vector<Rows>& rows) {
   return grad;
 }
 
+std::vector<float> Narrowed(const std::vector<double>& values) {
+  return {values.begin(), values.end()};
+}
+
 TEST_P(TrainingTest, TwoWorkersTrainAsTheOracleDoes) {
   const TrainingCase& c = GetParam();
   const HeadShape shape{.dtype = c.dtype, .schedule = c.schedule, .optimizer = c.optimizer};
@@ -88,18 +94,29 @@ TEST_P(TrainingTest, TwoWorkersTrainAsTheOracleDoes) {
   LMHEAD_ASSERT_OK(CreateHead(control.get(), shape));
 
   OracleTrainer oracle(shape);
+  // A backend that holds logits in bfloat16 may be twice as far off as a plain trainer that does.
+  const bool narrow_logits = c.dtype == DType::kBFloat16 && TestBackend() == "cuda";
+  OracleTrainer plain(shape, narrow_logits ? DType::kBFloat16 : DType::kFloat32);
+  const auto allowed = [&](double bound, double plain_error) {
+    return narrow_logits ? bound + 2.0 * plain_error : bound;
+  };
   for (uint64_t step = 1; step <= kNumSteps; ++step) {
     std::vector<Rows> rows = MakeStepRows(shape, step);
     auto outcome =
         RunStep(control.get(), workers, shape, step, {.num_connections = c.num_connections}, &rows);
     LMHEAD_ASSERT_OK(outcome);
     const reference::Result want = oracle.Step(rows, step);
+    const reference::Result yardstick = plain.Step(rows, step);
     const v1::LossSums& sums = outcome->prepared.sums();
     EXPECT_EQ(outcome->prepared.num_chunks(), kNumWorkers * 4u);  // 32 + 32 + 32 + 24 rows.
     EXPECT_EQ(sums.num_tokens(), kNumWorkers * kTokensPerWorker);
     EXPECT_EQ(sums.num_valid_tokens(), want.sums.num_valid_tokens);
-    EXPECT_NEAR(sums.loss_sum(), want.sums.loss_sum, bounds.loss * want.sums.loss_sum);
-    EXPECT_LE(RelativeError(GradOfAllWorkers(rows), want.grad_hidden_states), bounds.grad);
+    EXPECT_NEAR(sums.loss_sum(), want.sums.loss_sum,
+                allowed(bounds.loss * want.sums.loss_sum,
+                        std::abs(yardstick.sums.loss_sum - want.sums.loss_sum)));
+    EXPECT_LE(RelativeError(GradOfAllWorkers(rows), want.grad_hidden_states),
+              allowed(bounds.grad, RelativeError(Narrowed(yardstick.grad_hidden_states),
+                                                 want.grad_hidden_states)));
     EXPECT_EQ(outcome->committed.num_updates(), step);
     EXPECT_FALSE(outcome->committed.repeated());
   }
@@ -114,8 +131,11 @@ TEST_P(TrainingTest, TwoWorkersTrainAsTheOracleDoes) {
   const double bias_error = RelativeError(*bias, oracle.bias());
   std::printf("after %d steps: weight movement %.2e, bias %.2e from the oracle\n",
               static_cast<int>(kNumSteps), weight_error, bias_error);
-  EXPECT_LE(weight_error, bounds.movement);
-  EXPECT_LE(bias_error, bounds.movement);
+  EXPECT_LE(weight_error,
+            allowed(bounds.movement, RelativeError(Narrowed(MovementOf(plain.weight(), shape)),
+                                                   MovementOf(oracle.weight(), shape))));
+  EXPECT_LE(bias_error,
+            allowed(bounds.movement, RelativeError(Narrowed(plain.bias()), oracle.bias())));
 }
 
 INSTANTIATE_TEST_SUITE_P(
@@ -131,7 +151,7 @@ INSTANTIATE_TEST_SUITE_P(
 // The fp32 weight bytes after a few steps of a single worker.
 std::vector<float> TrainAlone(uint64_t num_steps) {
   const HeadShape shape;
-  auto server = StartServer();
+  auto server = StartServer({"--join_chunks=off"});
   auto client = ConnectTo(server->address());
   Client* const workers[] = {client.get()};
   EXPECT_TRUE(CreateHead(client.get(), shape).ok());

@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "tests/rpc/rpc_fixture.h"
+#include "tests/util/paths.h"
 
 namespace lmhead {
 namespace {
@@ -160,14 +161,14 @@ TEST_F(HeadRpcTest, InfoTellsHeadsLimitsAndMemory) {
   ASSERT_TRUE(stub_->GetServerInfo(&context, {}, &info).ok());
   EXPECT_EQ(info.version(), kVersion);
   EXPECT_EQ(info.incarnation(), server_->incarnation());
-  EXPECT_EQ(info.backend(), "cpu");
+  EXPECT_EQ(info.backend(), TestBackend());
   EXPECT_EQ(info.limits().num_staging_slots(), 4);
   EXPECT_EQ(info.limits().max_streams(), 4);
   ASSERT_EQ(info.heads_size(), 2);
   EXPECT_EQ(info.heads(0).spec().name(), "a");
   ASSERT_EQ(info.memory_size(), 1);
   const v1::MemoryReport& memory = info.memory(0);
-  EXPECT_EQ(memory.limit_bytes(), 256 * kMiB);
+  EXPECT_EQ(memory.limit_bytes(), kMemoryLimitBytes);
   EXPECT_EQ(memory.reserved_bytes(),
             info.heads(0).memory_plan().total_bytes() + info.heads(1).memory_plan().total_bytes());
   EXPECT_EQ(memory.live_bytes(), memory.reserved_bytes());
@@ -212,9 +213,9 @@ TEST_F(HeadRpcTest, EstimateNeedsNoHeadAndAllocatesNothing) {
     ASSERT_TRUE(status.ok()) << status.error_message();
   }
   EXPECT_EQ(response.plans_size(), 2);
-  EXPECT_EQ(response.chosen_schedule(), v1::SCHEDULE_UNSPECIFIED);  // None fits 256 MiB.
+  EXPECT_EQ(response.chosen_schedule(), v1::SCHEDULE_UNSPECIFIED);  // None fits the limit.
   EXPECT_EQ(response.dense().logits_bytes(), int64_t{32} << 30);
-  EXPECT_EQ(response.available_bytes(), 256 * kMiB);
+  EXPECT_EQ(response.available_bytes(), kMemoryLimitBytes);
   request.set_sequence_length(INT64_MAX);
   request.set_num_sequences(3);
   grpc::ClientContext context;

@@ -62,7 +62,8 @@ ServerConfig RpcTest::Config() {
   ServerConfig config;
   config.listen = "127.0.0.1:0";
   config.backend = *ParseBackendChoice(TestBackend());
-  config.memory_limit_bytes = 256 * kMiB;
+  config.memory_limit_bytes = kMemoryLimitBytes;
+  config.batch_tokens = 1024;
   config.staging_slots = 4;
   config.chunk_bytes_max = kMiB;
   config.max_inflight_chunks = 2;

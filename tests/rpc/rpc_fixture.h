@@ -13,9 +13,13 @@
 #include <vector>
 
 #include "lmhead/v1/service.grpc.pb.h"
+#include "proto/types/limits.h"
 #include "server/server.h"
 
 namespace lmhead {
+
+// Budget of the fixture's server: several small heads on any backend, no large one.
+inline constexpr int64_t kMemoryLimitBytes = 512 * kMiB;
 
 // The shape of the tests' head.
 inline constexpr int64_t kVocab = 13;
