@@ -19,6 +19,9 @@
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 
+extern "C" void __tsan_acquire(void* address);
+extern "C" void __tsan_release(void* address);
+
 namespace absl {
 ABSL_NAMESPACE_BEGIN
 
@@ -34,15 +37,32 @@ struct CondVarState {
   pthread_cond_t cond = PTHREAD_COND_INITIALIZER;
 };
 
-// The state behind a word that starts at 0, made by whoever needs it first.
+// The state behind a word that starts at 0, made by whoever needs it first. Not instrumented: the
+// word may lie in memory that a library handed over unseen, and what orders the threads is the lock
+// itself.
 template <typename State>
-State* StateOf(std::atomic<intptr_t>& word) {
-  intptr_t state = word.load(std::memory_order_acquire);
+__attribute__((no_sanitize("thread"))) State* StateOf(std::atomic<intptr_t>& word) {
+  auto* address = reinterpret_cast<intptr_t*>(&word);
+  intptr_t state = __atomic_load_n(address, __ATOMIC_ACQUIRE);
   if (state == 0) {
     auto* fresh = new State;
-    if (word.compare_exchange_strong(state, reinterpret_cast<intptr_t>(fresh))) return fresh;
+    __tsan_release(fresh);
+    if (__atomic_compare_exchange_n(address, &state, reinterpret_cast<intptr_t>(fresh), false,
+                                    __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) {
+      return fresh;
+    }
     delete fresh;
   }
+  __tsan_acquire(reinterpret_cast<void*>(state));
+  return reinterpret_cast<State*>(state);
+}
+
+// The state that was ever made, or null; the word is 0 again.
+template <typename State>
+__attribute__((no_sanitize("thread"))) State* Take(std::atomic<intptr_t>& word) {
+  auto* address = reinterpret_cast<intptr_t*>(&word);
+  const intptr_t state = __atomic_exchange_n(address, 0, __ATOMIC_ACQ_REL);
+  if (state != 0) __tsan_acquire(reinterpret_cast<void*>(state));
   return reinterpret_cast<State*>(state);
 }
 
@@ -68,7 +88,15 @@ bool WaitUntil(pthread_cond_t* cond, pthread_mutex_t* mutex, Time deadline) {
 
 }  // namespace
 
-Mutex::~Mutex() { delete reinterpret_cast<MutexState*>(mu_.exchange(0)); }
+// Whoever destroys a mutex is ordered after its last holder in ways that may be unseen (a count of
+// references): the lock is taken once more, so that the sanitizer sees it.
+Mutex::~Mutex() {
+  auto* state = Take<MutexState>(mu_);
+  if (state == nullptr) return;
+  Check(pthread_mutex_lock(&state->mutex));
+  Check(pthread_mutex_unlock(&state->mutex));
+  delete state;
+}
 
 void Mutex::Lock() { Check(pthread_mutex_lock(&StateOf<MutexState>(mu_)->mutex)); }
 
@@ -129,7 +157,7 @@ void Mutex::ForgetDeadlockInfo() {}
 void Mutex::EnableDebugLog(const char* name) {}
 void Mutex::EnableInvariantDebugging(void (*invariant)(void*), void* arg) {}
 
-CondVar::~CondVar() { delete reinterpret_cast<CondVarState*>(cv_.exchange(0)); }
+CondVar::~CondVar() { delete Take<CondVarState>(cv_); }
 
 bool CondVar::WaitWithDeadline(Mutex* mu, Time deadline) {
   static_assert(sizeof(Mutex) == sizeof(std::atomic<intptr_t>));
