@@ -102,7 +102,11 @@ dnnl::matmul::primitive_desc Gemm::Impl::Describe(const Problem& problem, int64_
   const ScopedThreads restore;
   for (int threads = omp_get_max_threads();; threads = threads * 3 / 4) {
     omp_set_num_threads(threads);
+#if DNNL_VERSION_MAJOR >= 3  // Ubuntu 24.04; Debian 12 has version 2.
+    dnnl::matmul::primitive_desc description(engine, left, right, result, attributes);
+#else
     dnnl::matmul::primitive_desc description({left, right, result}, attributes, engine);
+#endif
     const auto bytes = static_cast<int64_t>(description.scratchpad_desc().get_size());
     if (bytes <= scratch_bytes) return description;
     if (threads == 1) throw dnnl::error(dnnl_out_of_memory, "the planned scratch is too small");
