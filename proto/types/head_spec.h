@@ -71,6 +71,9 @@ struct HeadSpec {
   Schedule schedule = Schedule::kAuto;
   int64_t batch_tokens = 0;  // 0 means the server's default.
   WeightInit weight_init;
+  int64_t teacher_hidden_size = 0;   // Of the widest teacher; 0 means none.
+  int32_t top_k_max = 0;             // Of top-k outputs and top-k teachers.
+  int64_t partition_vocab_size = 0;  // See ShardRange; 0 means vocab_size.
 
   friend bool operator==(const HeadSpec&, const HeadSpec&) = default;
 };

@@ -22,6 +22,9 @@ inline constexpr int64_t kClientChunkBytes = 4 * kMiB;
 inline constexpr int64_t kDefaultChunkBytesMax = 8 * kMiB;
 inline constexpr int64_t kChunkTokensMax = 16384;
 
+// Entries a token of top-k outputs and of top-k teachers.
+inline constexpr int32_t kTopKMax = 1024;
+
 // Everything of a message but its hidden states: at most 16 per-token fields of 4 bytes, and the
 // framing.
 inline constexpr int64_t kTokenFieldsMax = 16;

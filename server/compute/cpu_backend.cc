@@ -71,9 +71,12 @@ class CpuBackend final : public ComputeBackend {
   absl::StatusOr<double> GradSquaredNorm() override;
   absl::Status ApplyUpdate(const OptimizerUpdate& update) override;
   absl::Status DiscardGradients() override;
+  absl::Status AddGradRows(std::span<const int32_t> row_ids, int64_t row_start,
+                           ConstMatrixView rows) override;
   absl::Status WriteRows(TensorKind kind, int64_t row_start, ConstMatrixView rows) override;
   absl::Status ReadRows(TensorKind kind, int64_t row_start, MatrixView rows) override;
   int64_t num_updates() const override { return num_updates_; }
+  void set_num_updates(int64_t num_updates) override { num_updates_ = num_updates; }
 
  private:
   Parameter CarveParameter(int64_t cols, DType dtype);
@@ -430,6 +433,11 @@ absl::Status CpuBackend::DiscardGradients() {
   std::fill(weight_.grad, weight_.grad + weight_.count(), 0.0f);
   if (bias_.exists()) std::fill(bias_.grad, bias_.grad + bias_.count(), 0.0f);
   return absl::OkStatus();
+}
+
+absl::Status CpuBackend::AddGradRows(std::span<const int32_t> row_ids, int64_t row_start,
+                                     ConstMatrixView rows) {
+  return absl::UnimplementedError("AddGradRows");
 }
 
 absl::StatusOr<MatrixView> CpuBackend::Tensor(TensorKind kind) const {

@@ -78,9 +78,12 @@ class CudaBackend final : public ComputeBackend {
   absl::StatusOr<double> GradSquaredNorm() override;
   absl::Status ApplyUpdate(const OptimizerUpdate& update) override;
   absl::Status DiscardGradients() override;
+  absl::Status AddGradRows(std::span<const int32_t> row_ids, int64_t row_start,
+                           ConstMatrixView rows) override;
   absl::Status WriteRows(TensorKind kind, int64_t row_start, ConstMatrixView rows) override;
   absl::Status ReadRows(TensorKind kind, int64_t row_start, MatrixView rows) override;
   int64_t num_updates() const override { return num_updates_; }
+  void set_num_updates(int64_t num_updates) override { num_updates_ = num_updates; }
 
  private:
   absl::Status TuneProducts();
@@ -575,6 +578,11 @@ absl::Status CudaBackend::DiscardGradients() {
 }
 
 // --- Tensors -----------------------------------------------------------------------------------
+
+absl::Status CudaBackend::AddGradRows(std::span<const int32_t> row_ids, int64_t row_start,
+                                      ConstMatrixView rows) {
+  return absl::UnimplementedError("AddGradRows");
+}
 
 absl::StatusOr<MatrixView> CudaBackend::Tensor(TensorKind kind) const {
   const bool of_bias = kind == TensorKind::kBias || kind == TensorKind::kGradBias;

@@ -10,8 +10,8 @@ namespace {
 
 // Whether two chunks may be computed by one launch.
 bool MayShareBatch(const ChunkTask& a, const ChunkTask& b) {
-  return a.backend == b.backend && a.mode == b.mode && a.outputs == b.outputs &&
-         (a.recipe == b.recipe || *a.recipe == *b.recipe);
+  return a.backend == b.backend && a.teacher == b.teacher && a.mode == b.mode &&
+         a.outputs == b.outputs && (a.recipe == b.recipe || *a.recipe == *b.recipe);
 }
 
 }  // namespace
@@ -135,8 +135,11 @@ void Executor::Launch(std::vector<Entry> entries) {
     options_.on_batch(static_cast<int64_t>(batch->entries.size()), num_tokens);
   }
   const ChunkTask& first = batch->entries.front().chunk;
-  const BatchInput input = {
-      .recipe = first.recipe.get(), .mode = first.mode, .chunks = batch->rows};
+  const BatchInput input = {.recipe = first.recipe.get(),
+                            .mode = first.mode,
+                            .chunks = batch->rows,
+                            .outputs = first.outputs,
+                            .teacher = first.teacher};
   first.backend->ComputeBatch(input, [this, batch](absl::StatusOr<BatchOutput> output) {
     Finish(*batch, std::move(output));
   });

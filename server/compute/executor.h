@@ -36,6 +36,7 @@ struct ChunkOutput {
 // One chunk to compute. Everything it points to stays alive until `done` has run.
 struct ChunkTask {
   ComputeBackend* backend = nullptr;
+  ComputeBackend* teacher = nullptr;  // Exactly when recipe->has_teacher_head().
   std::shared_ptr<const LossRecipe> recipe;
   OutputSpec outputs;
   BackwardMode mode = BackwardMode::kNone;

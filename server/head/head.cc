@@ -23,6 +23,14 @@ const char* TensorName(TensorKind kind) {
       return "grad_bias";
     case TensorKind::kMasterWeight:
       return "master_weight";
+    case TensorKind::kWeightExpAvg:
+      return "exp_avg of the weight";
+    case TensorKind::kWeightExpAvgSq:
+      return "exp_avg_sq of the weight";
+    case TensorKind::kBiasExpAvg:
+      return "exp_avg of the bias";
+    case TensorKind::kBiasExpAvgSq:
+      return "exp_avg_sq of the bias";
   }
   return "unknown tensor";
 }

@@ -39,9 +39,13 @@ class RecordingBackend : public ComputeBackend {
   absl::StatusOr<double> GradSquaredNorm() override { return 0.0; }
   absl::Status ApplyUpdate(const OptimizerUpdate&) override { return absl::OkStatus(); }
   absl::Status DiscardGradients() override { return absl::OkStatus(); }
+  absl::Status AddGradRows(std::span<const int32_t>, int64_t, ConstMatrixView) override {
+    return absl::OkStatus();
+  }
   absl::Status WriteRows(TensorKind, int64_t, ConstMatrixView) override { return absl::OkStatus(); }
   absl::Status ReadRows(TensorKind, int64_t, MatrixView) override { return absl::OkStatus(); }
   int64_t num_updates() const override { return 0; }
+  void set_num_updates(int64_t) override {}
 
   // Touched on the executor's thread, or while it is known to be idle.
   std::vector<Launch> launches;

@@ -47,6 +47,10 @@ class FaultyBackend : public ComputeBackend {
     if (faults_->discard) return absl::InternalError("discard failed");
     return real_->DiscardGradients();
   }
+  absl::Status AddGradRows(std::span<const int32_t> row_ids, int64_t row_start,
+                           ConstMatrixView rows) override {
+    return real_->AddGradRows(row_ids, row_start, rows);
+  }
   absl::Status WriteRows(TensorKind kind, int64_t row_start, ConstMatrixView rows) override {
     return real_->WriteRows(kind, row_start, rows);
   }
@@ -54,6 +58,7 @@ class FaultyBackend : public ComputeBackend {
     return real_->ReadRows(kind, row_start, rows);
   }
   int64_t num_updates() const override { return real_->num_updates(); }
+  void set_num_updates(int64_t num_updates) override { real_->set_num_updates(num_updates); }
 
  private:
   const std::unique_ptr<ComputeBackend> real_;

@@ -1,0 +1,71 @@
+// The seam between the ranks of a head: what one rank asks of the others.
+//
+// A Collective is one rank's end of a group. Every rank makes the same calls with the same sizes in
+// the same order; the rank code does not know whether the others are threads, processes or GPUs.
+// Two implementations: Gloo (host memory, over TCP) and NCCL (device memory, on a stream); a head
+// of one rank has none. A rank that fails aborts the group: its own later calls and the others'
+// pending ones then return the reason, naming the rank that gave it.
+
+#ifndef LMHEAD_SERVER_COMPUTE_COLLECTIVE_H_
+#define LMHEAD_SERVER_COMPUTE_COLLECTIVE_H_
+
+#include <cstdint>
+
+#include "absl/status/status.h"
+
+namespace lmhead {
+
+// A cudaStream_t, for whoever includes no CUDA; null for host memory.
+using DeviceStream = void*;
+
+// Calls other than Abort() come from the rank's executor thread, one at a time.
+class Collective {
+ public:
+  // Where the pointers of every call point. kHost: a call returns when it is done. kDevice: a call
+  // is queued on `stream` and returns at once; what fails later is told by Check() or by a later
+  // call.
+  enum class Memory : uint8_t { kHost, kDevice };
+
+  virtual ~Collective() = default;
+
+  virtual int32_t rank() const = 0;
+  virtual int32_t size() const = 0;
+  virtual Memory memory() const = 0;
+
+  // receive[r * bytes_per_rank ..] becomes what rank r sent, for every r.
+  virtual absl::Status AllGather(const void* send, void* receive, int64_t bytes_per_rank,
+                                 DeviceStream stream) = 0;
+
+  // Elementwise sums over the ranks, in place. Reduce: on `root`; the others' data is undefined
+  // afterwards. Summed in an order that depends on the ranks alone, so that results repeat.
+  virtual absl::Status Reduce(float* data, int64_t count, int32_t root, DeviceStream stream) = 0;
+  virtual absl::Status AllReduce(float* data, int64_t count, DeviceStream stream) = 0;
+  virtual absl::Status AllReduce(double* data, int64_t count, DeviceStream stream) = 0;
+
+  // `data` of every rank becomes root's.
+  virtual absl::Status Broadcast(void* data, int64_t num_bytes, int32_t root,
+                                 DeviceStream stream) = 0;
+
+  // OK while the group works; the first failure otherwise. Does not wait.
+  virtual absl::Status Check() = 0;
+
+  // Ends the group for all ranks with a reason. Any thread, any number of times; does not block.
+  virtual void Abort(const absl::Status& reason) = 0;
+
+  Collective(const Collective&) = delete;
+  Collective& operator=(const Collective&) = delete;
+
+ protected:
+  Collective() = default;
+};
+
+// What a rank's backend needs to know of its place; the default is a head of one rank.
+struct RankContext {
+  int32_t rank = 0;
+  int32_t num_ranks = 1;
+  Collective* collective = nullptr;  // Exactly when num_ranks > 1; outlives the backend.
+};
+
+}  // namespace lmhead
+
+#endif  // LMHEAD_SERVER_COMPUTE_COLLECTIVE_H_
