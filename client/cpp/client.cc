@@ -10,6 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "client/cpp/channels.h"
+#include "client/cpp/json_call.h"
 #include "client/cpp/step_writer_impl.h"
 #include "lmhead/v1/service.grpc.pb.h"
 #include "proto/types/limits.h"
@@ -30,6 +31,11 @@ int64_t RowBytes(const ConstMatrixView& rows) { return rows.cols * BytesPerEleme
 
 int64_t RowsPerMessage(const ConstMatrixView& rows) {
   return std::max<int64_t>(1, kWeightMessageBytes / RowBytes(rows));
+}
+
+// How long PrepareStep may wait in the server.
+absl::Duration WaitOf(const v1::PrepareStepRequest& request) {
+  return request.wait_seconds() > 0.0 ? absl::Seconds(request.wait_seconds()) : kPrepareWaitMax;
 }
 
 absl::Status CheckMatrix(const ConstMatrixView& rows) {
@@ -133,6 +139,16 @@ class Client::Connection {
     return status;
   }
 
+  // A unary call by its descriptor; deletions are not repeated (see Client::DeleteHead).
+  absl::Status CallDescribed(const google::protobuf::MethodDescriptor& method,
+                             const google::protobuf::Message& request,
+                             google::protobuf::Message* response, absl::Duration timeout) {
+    const auto attempt = [&](Stub&, grpc::ClientContext& context) {
+      return CallMethod(channel_, &context, method, request, response);
+    };
+    return method.name() == "DeleteHead" ? Once(timeout, attempt) : Retry(timeout, attempt);
+  }
+
   template <typename Attempt>
   absl::Status Once(absl::Duration timeout, Attempt attempt) {
     grpc::ClientContext context;
@@ -212,9 +228,7 @@ absl::StatusOr<v1::BeginStepResponse> Client::BeginStep(const v1::BeginStepReque
 }
 
 absl::StatusOr<v1::PrepareStepResponse> Client::PrepareStep(const v1::PrepareStepRequest& request) {
-  const absl::Duration wait =
-      request.wait_seconds() > 0.0 ? absl::Seconds(request.wait_seconds()) : kPrepareWaitMax;
-  return connection_->Call(&Stub::PrepareStep, request, options_.call_timeout + wait);
+  return connection_->Call(&Stub::PrepareStep, request, options_.call_timeout + WaitOf(request));
 }
 
 absl::StatusOr<v1::CommitStepResponse> Client::CommitStep(const v1::CommitStepRequest& request) {
@@ -228,6 +242,33 @@ absl::StatusOr<v1::AbortStepResponse> Client::AbortStep(const v1::AbortStepReque
 absl::StatusOr<v1::EstimateMemoryResponse> Client::EstimateMemory(
     const v1::EstimateMemoryRequest& request) {
   return connection_->Call(&Stub::EstimateMemory, request, options_.call_timeout);
+}
+
+absl::StatusOr<v1::AccumulateWeightGradientResponse> Client::AccumulateWeightGradient(
+    const v1::AccumulateWeightGradientRequest& request) {
+  return connection_->Call(&Stub::AccumulateWeightGradient, request, options_.call_timeout);
+}
+
+absl::StatusOr<std::string> Client::CallJson(std::string_view method, std::string_view request_json,
+                                             absl::Duration timeout) {
+  const auto found = FindUnaryMethod(method);
+  if (!found.ok()) return found.status();
+  const auto request = NewMessage(*(*found)->input_type());
+  if (absl::Status status = MessageFromJson(request_json, request.get()); !status.ok()) {
+    return status;
+  }
+  if (timeout <= absl::ZeroDuration()) {
+    timeout = options_.call_timeout;
+    if (const auto* prepare = dynamic_cast<const v1::PrepareStepRequest*>(request.get())) {
+      timeout += WaitOf(*prepare);
+    }
+  }
+  const auto response = NewMessage(*(*found)->output_type());
+  if (absl::Status status = connection_->CallDescribed(**found, *request, response.get(), timeout);
+      !status.ok()) {
+    return status;
+  }
+  return MessageToJson(*response);
 }
 
 absl::Status Client::LoadWeights(std::string_view head, v1::TensorKind tensor, int64_t row_start,

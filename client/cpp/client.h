@@ -59,8 +59,15 @@ class Client {
   absl::StatusOr<v1::PrepareStepResponse> PrepareStep(const v1::PrepareStepRequest& request);
   absl::StatusOr<v1::CommitStepResponse> CommitStep(const v1::CommitStepRequest& request);
   absl::StatusOr<v1::AbortStepResponse> AbortStep(const v1::AbortStepRequest& request);
+  absl::StatusOr<v1::AccumulateWeightGradientResponse> AccumulateWeightGradient(
+      const v1::AccumulateWeightGradientRequest& request);
   absl::StatusOr<v1::EstimateMemoryResponse> EstimateMemory(
       const v1::EstimateMemoryRequest& request);
+
+  // Any unary call by name ("CreateHead"), its request and its answer as protobuf's JSON: see
+  // json_call.h. Repeated on UNAVAILABLE like the calls above. A timeout of zero means theirs.
+  absl::StatusOr<std::string> CallJson(std::string_view method, std::string_view request_json,
+                                       absl::Duration timeout);
 
   // Sends rows [row_start, row_start + rows.rows) of a tensor in messages of about 4 MiB.
   absl::Status LoadWeights(std::string_view head, v1::TensorKind tensor, int64_t row_start,
