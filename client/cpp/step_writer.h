@@ -6,6 +6,11 @@
 // again and the chunks without a result are sent again: the server's ledger counts each once. When
 // the server has restarted meanwhile (another incarnation) the writer fails with ABORTED and the
 // step must begin again.
+//
+// The teacher's program of a paired stream (recipe.distillation.paired_stream) uses a StepWriter as
+// well, with spec.teacher_side: it sends teacher_hidden_states alone, under the worker's name and
+// the same chunk indices. The two programs must cut alike: equal spec.chunk_tokens, and Submit
+// calls of as many rows in the same order.
 
 #ifndef LMHEAD_CLIENT_CPP_STEP_WRITER_H_
 #define LMHEAD_CLIENT_CPP_STEP_WRITER_H_
@@ -31,12 +36,17 @@ struct WriterSpec {
   uint64_t incarnation = 0;
   DType hidden_dtype = DType::kFloat32;
   v1::LossRecipe recipe;
-  v1::OutputSpec outputs;
+  v1::OutputSpec outputs;     // None on the teacher's side.
+  bool teacher_side = false;  // hidden_dtype and recipe are those of the student's side even so.
 
   int num_connections = 1;      // TCP connections, each with one stream; 1 to kStreamsPerWorkerMax.
   int max_inflight_chunks = 4;  // On each; the server's own bound wins when it is lower.
-  int64_t chunk_bytes =
-      kClientChunkBytes;       // hidden_states of a message, rounded down to whole rows.
+  // What a message may carry beside per-token fields: hidden states and teacher hidden states,
+  // top-k arrays and outputs; rounded down to whole rows.
+  int64_t chunk_bytes = kClientChunkBytes;
+  // Rows of a message instead, when they fit chunk_bytes; the server's bound wins when it is lower.
+  // 0: as chunk_bytes says. Needed on both sides of a paired stream.
+  int64_t chunk_tokens = 0;
   bool send_checksums = true;  // The server verifies each chunk against it.
 };
 
@@ -51,17 +61,39 @@ struct LossRows {
   std::span<const float> token_temperature;  // Likewise.
   float grad_scale = 1.0f;
 
-  MatrixView
-      grad_hidden_states;       // Set exactly when outputs.grad_hidden_states; like hidden_states.
-  float* token_loss = nullptr;  // Set exactly when asked for in `outputs`, like the four below.
+  // Policy of coefficients: [num_tokens], else empty.
+  std::span<const float> logprob_grad;
+  std::span<const float> entropy_grad;
+  // Clipped policy: [num_tokens], else empty; the last only with a reference_kl_coefficient.
+  std::span<const float> old_logprob;
+  std::span<const float> advantage;
+  std::span<const float> reference_logprob;
+  // Top-k distillation: [num_tokens, distillation.top_k], else empty.
+  std::span<const int32_t> teacher_topk_ids;
+  std::span<const float> teacher_topk_logprobs;
+  // Distillation from a teacher head: [num_tokens, the teacher's hidden_size] in
+  // distillation.teacher_hidden_dtype; of a paired stream on the teacher's side alone, which sets
+  // nothing else.
+  ConstMatrixView teacher_hidden_states;
+
+  // Outputs; each is set exactly when spec.outputs asks for it.
+  MatrixView grad_hidden_states;  // Like hidden_states.
+  float* token_loss = nullptr;    // [num_tokens], like the four below.
   float* logprob = nullptr;
   float* lse = nullptr;
   float* entropy = nullptr;
   int32_t* argmax = nullptr;
+  int32_t* topk_ids = nullptr;  // [num_tokens, outputs.top_k], like the one below.
+  float* topk_logprobs = nullptr;
+
+  // Rows, whichever side sends them.
+  int64_t num_tokens() const {
+    return hidden_states.rows != 0 ? hidden_states.rows : teacher_hidden_states.rows;
+  }
 };
 
 struct LossResult {
-  LossSums sums;
+  LossSums sums;  // Zero on the teacher's side.
   int64_t num_chunks = 0;
   int64_t num_duplicates = 0;  // Chunks the server had counted before.
   StageTimings timings;        // Sums over the chunks.
