@@ -4,21 +4,45 @@
 // the same order; the rank code does not know whether the others are threads, processes or GPUs.
 // Two implementations: Gloo (host memory, over TCP) and NCCL (device memory, on a stream); a head
 // of one rank has none. A rank that fails aborts the group: its own later calls and the others'
-// pending ones then return the reason, naming the rank that gave it.
+// pending ones then return the reason, naming the rank that gave it. An aborted group may connect
+// anew; the objects stay, so that backends may keep a pointer to theirs.
 
 #ifndef LMHEAD_SERVER_COMPUTE_COLLECTIVE_H_
 #define LMHEAD_SERVER_COMPUTE_COLLECTIVE_H_
 
 #include <cstdint>
+#include <string>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
 
 namespace lmhead {
+
+// Where the ranks that form a group find each other: a map of strings that all of them see, made
+// anew for every try. Thread-safe.
+class RendezvousStore {
+ public:
+  virtual ~RendezvousStore() = default;
+
+  // Keys are set once.
+  virtual absl::Status Set(const std::string& key, const std::string& value) = 0;
+
+  // Waits for the key. DEADLINE_EXCEEDED after `deadline`, naming the key; the reason of whoever
+  // gave the group up meanwhile.
+  virtual absl::StatusOr<std::string> Get(const std::string& key, absl::Time deadline) = 0;
+
+  RendezvousStore(const RendezvousStore&) = delete;
+  RendezvousStore& operator=(const RendezvousStore&) = delete;
+
+ protected:
+  RendezvousStore() = default;
+};
 
 // A cudaStream_t, for whoever includes no CUDA; null for host memory.
 using DeviceStream = void*;
 
-// Calls other than Abort() come from the rank's executor thread, one at a time.
+// Calls other than Check() and Abort() come from the rank's thread, one at a time.
 class Collective {
  public:
   // Where the pointers of every call point. kHost: a call returns when it is done. kDevice: a call
@@ -31,6 +55,11 @@ class Collective {
   virtual int32_t rank() const = 0;
   virtual int32_t size() const = 0;
   virtual Memory memory() const = 0;
+
+  // Joins the group of all ranks that call it with the same store, and waits for them; forgets a
+  // group it was in before. Until it has succeeded every call fails. DEADLINE_EXCEEDED naming the
+  // ranks that did not come.
+  virtual absl::Status Connect(RendezvousStore* store) = 0;
 
   // receive[r * bytes_per_rank ..] becomes what rank r sent, for every r.
   virtual absl::Status AllGather(const void* send, void* receive, int64_t bytes_per_rank,

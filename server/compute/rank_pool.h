@@ -1,0 +1,84 @@
+// The ranks of a server: made once, shared by all its heads, connected to one another.
+//
+// The pool connects the ranks' collectives when they are needed, ends them on every rank when one
+// of them fails, and connects them anew when all are there again. What a failure takes with it:
+//   * A rank that fails in a batch or is late ends the batches under way on all ranks, with an
+//   error
+//     that names it. Weights are as they were; the step is lost, the next one connects anew.
+//   * A follower that is gone and comes back as the same process still holds its shards.
+//   * A follower that comes back as another process has lost them, and every head that existed then
+//     is unusable for good: it has to be deleted, created and loaded again.
+//
+// Thread-safe, except that the calls of ShardGroups come from one thread, the executor's.
+
+#ifndef LMHEAD_SERVER_COMPUTE_RANK_POOL_H_
+#define LMHEAD_SERVER_COMPUTE_RANK_POOL_H_
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+#include "server/compute/rank.h"
+#include "server/compute/rendezvous.h"
+
+namespace lmhead {
+
+class RankPool {
+ public:
+  struct Options {
+    // False: every rank reads the hidden states of a batch from host memory. True: rank 0 does, and
+    // broadcasts them; needed when a rank is in another process.
+    bool broadcast_hidden_states = false;
+    // How long ranks may take to connect.
+    absl::Duration connect_timeout = absl::Seconds(30);
+  };
+
+  // Ranks 0 to n-1, at least two.
+  RankPool(std::vector<std::unique_ptr<Rank>> ranks, const Options& options);
+  ~RankPool();  // Aborts the group, then ends the ranks.
+  RankPool(const RankPool&) = delete;
+  RankPool& operator=(const RankPool&) = delete;
+
+  int32_t num_ranks() const { return static_cast<int32_t>(ranks_.size()); }
+  Rank& rank(int32_t rank) { return *ranks_[rank]; }
+  bool broadcast_hidden_states() const { return options_.broadcast_hidden_states; }
+
+  // Connects the ranks unless they are. Waits, at most a little longer than the connect timeout.
+  // Otherwise UNAVAILABLE naming a rank that is missing or did not come.
+  absl::Status Connect();
+
+  // Whether the ranks are connected, and how often they have been.
+  bool connected() const;
+  uint64_t generation() const;
+
+  // Ends the group on all ranks, unless it has ended; the first reason stays, naming `rank`. Any
+  // thread; does not block.
+  void Fail(int32_t rank, const absl::Status& error);
+
+  // Why the last group ended; OK while one stands or none has been.
+  absl::Status failure() const;
+
+  HeadId NextHeadId();
+
+ private:
+  absl::Status ConnectRanks(uint64_t generation, InProcessStore* store);
+
+  const std::vector<std::unique_ptr<Rank>> ranks_;
+  const Options options_;
+  absl::Mutex connect_mu_;  // Held over Connect().
+  mutable absl::Mutex mu_;
+  std::shared_ptr<InProcessStore> store_ ABSL_GUARDED_BY(mu_);  // Of the try under way.
+  uint64_t generation_ ABSL_GUARDED_BY(mu_) = 0;
+  bool connected_ ABSL_GUARDED_BY(mu_) = false;
+  absl::Status failure_ ABSL_GUARDED_BY(mu_);
+  HeadId last_head_id_ ABSL_GUARDED_BY(mu_) = 0;
+};
+
+}  // namespace lmhead
+
+#endif  // LMHEAD_SERVER_COMPUTE_RANK_POOL_H_

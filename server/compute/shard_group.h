@@ -1,0 +1,83 @@
+// A head whose vocabulary rows are split over the ranks of a pool: one ComputeBackend made of
+// theirs.
+//
+// Every call goes to all ranks in the same order. The same rank code runs whether a rank is a
+// thread here or a follower process:
+//   * ComputeBatch: each rank computes the whole batch on its rows, BatchInput.outputs is the same
+//     for all. Rank 0 alone has output pointers in its chunks, writes the outputs and answers the
+//     sums; the others' pointers and grad_hidden_states are null. With broadcast_hidden_states rank
+//     0 alone has hidden states, too. The teacher of rank r is rank r's backend of the teacher's
+//     group.
+//   * GradSquaredNorm: each rank answers the sum over its own rows, the group adds them by rank.
+//   * ReadRows, WriteRows: each range is cut by ShardRange(); a rank gets rows of its own range
+//   alone.
+//   * AddGradRows: every rank gets all rows and leaves out those of the others.
+// A rank that fails ends the collective for all (RankPool::Fail), so that none waits for it; the
+// call's error names it.
+
+#ifndef LMHEAD_SERVER_COMPUTE_SHARD_GROUP_H_
+#define LMHEAD_SERVER_COMPUTE_SHARD_GROUP_H_
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "absl/functional/function_ref.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "proto/types/head_spec.h"
+#include "server/compute/backend.h"
+#include "server/compute/rank_pool.h"
+#include "server/memory/memory_plan.h"
+
+namespace lmhead {
+
+class ShardGroup final : public ComputeBackend {
+ public:
+  // Connects the pool if need be and makes the head's shard on every rank; a rank that has no room
+  // fails it, named, and the shards of the others go again. `pool` must outlive the group.
+  // REQUIRES: spec is validated; plan is spec's plan for pool->num_ranks() ranks.
+  static absl::StatusOr<std::unique_ptr<ShardGroup>> Create(RankPool* pool, const HeadSpec& spec,
+                                                            const MemoryPlan& plan);
+  ~ShardGroup() override;
+
+  void ComputeBatch(const BatchInput& input, BatchDone done) override;
+  absl::StatusOr<double> GradSquaredNorm() override;
+  absl::Status ApplyUpdate(const OptimizerUpdate& update) override;
+  absl::Status DiscardGradients() override;
+  absl::Status AddGradRows(std::span<const int32_t> row_ids, int64_t row_start,
+                           ConstMatrixView rows) override;
+  absl::Status WriteRows(TensorKind kind, int64_t row_start, ConstMatrixView rows) override;
+  absl::Status ReadRows(TensorKind kind, int64_t row_start, MatrixView rows) override;
+  int64_t num_updates() const override { return num_updates_; }
+  void set_num_updates(int64_t num_updates) override;
+
+ private:
+  struct Batch;  // One under way.
+  using RankCall = absl::FunctionRef<void(Rank& rank, int32_t index, Rank::Done done)>;
+
+  ShardGroup(RankPool* pool, const HeadSpec& spec);
+
+  // OK while the shards of all ranks are there; what was lost otherwise, for good.
+  absl::Status CheckShards();
+
+  // Makes the call on every rank and waits for all. The error of the lowest rank that failed,
+  // named.
+  absl::Status OnAllRanks(RankCall call);
+  absl::Status NameRank(int32_t rank, const absl::Status& error) const;
+  void FinishRank(const std::shared_ptr<Batch>& batch, int32_t rank,
+                  absl::StatusOr<BatchOutput> output);
+
+  RankPool* const pool_;
+  const HeadSpec spec_;
+  const HeadId id_;
+  std::vector<uint64_t> sessions_;  // Of the ranks when they made their shards.
+  absl::Status broken_;             // First failure that nothing mends.
+  int64_t num_updates_ = 0;
+};
+
+}  // namespace lmhead
+
+#endif  // LMHEAD_SERVER_COMPUTE_SHARD_GROUP_H_
