@@ -33,14 +33,6 @@ struct MatrixView {
   operator ConstMatrixView() const { return {data, rows, cols, dtype}; }
 };
 
-// A half-open range of vocabulary ids owned by one rank.
-struct VocabRange {
-  int64_t start = 0;
-  int64_t stop = 0;  // Not included.
-
-  int64_t size() const { return stop - start; }
-};
-
 }  // namespace lmhead
 
 #endif  // LMHEAD_PROTO_TYPES_TENSOR_VIEW_H_

@@ -8,6 +8,7 @@
 #include "absl/strings/str_format.h"
 #include "proto/types/check.h"
 #include "proto/types/limits.h"
+#include "proto/types/vocab_range.h"
 #include "server/memory/arena.h"
 #include "server/memory/cuda_layout.h"
 
@@ -148,14 +149,16 @@ MemoryPlan PlanForSchedule(const HeadSpec& spec, Schedule schedule, const PlanOp
   MemoryPlan plan;
   plan.schedule = schedule;
   plan.batch_tokens = BatchTokens(spec, options);
-  plan.shard_size = (spec.vocab_size + options.num_ranks - 1) / options.num_ranks;
+  plan.num_ranks = options.num_ranks;
+  plan.shard_size = LargestShard(spec, options.num_ranks);
   if (options.backend == BackendKind::kCpu) {
     PlanState(spec, &plan);
     PlanCpu(spec, &plan);
   } else {
     PlanCuda(spec, &plan);
   }
-  if (options.num_ranks > 1) {
+  // LayOutCuda has buffers of that category of its own.
+  if (options.num_ranks > 1 && plan[MemoryCategory::kCollective] == 0) {
     BytesOf(plan, MemoryCategory::kCollective) =
         Piece(options.num_ranks * plan.batch_tokens * kPackedStatistics * kFloatBytes);
   }

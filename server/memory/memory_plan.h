@@ -47,12 +47,14 @@ struct PlanOptions {
   int64_t budget_bytes = kUnboundedBytes;  // What the plan must fit in.
 };
 
-// Bytes of one head on one rank (the largest: rank 0), under one schedule.
+// Bytes of one head on each rank, under one schedule. Every rank takes what the largest shard
+// needs.
 struct MemoryPlan {
   Schedule schedule = Schedule::kAuto;
+  int32_t num_ranks = 1;
   int64_t batch_tokens = 0;
   int64_t vocab_tile = 0;  // Columns of one tile of logits.
-  int64_t shard_size = 0;  // Vocabulary rows of the rank, ceil(vocab_size / num_ranks).
+  int64_t shard_size = 0;  // Vocabulary rows of the largest shard: LargestShard().
   std::array<int64_t, kNumMemoryCategories> bytes{};
 
   int64_t operator[](MemoryCategory category) const { return bytes[static_cast<size_t>(category)]; }
@@ -87,7 +89,7 @@ inline constexpr int64_t kCpuVocabTile = 1024;
 // statistics and its outputs.
 inline constexpr int64_t kRowStatisticsWords = 24;
 
-// `plan` has its schedule, batch_tokens, vocab_tile and shard_size set.
+// `plan` has its schedule, num_ranks, batch_tokens, vocab_tile and shard_size set.
 CpuScratch PlanCpuScratch(const HeadSpec& spec, const MemoryPlan& plan);
 
 // The schedules a head may have, fastest first: retain and recompute when it is trainable, else
