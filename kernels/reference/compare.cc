@@ -82,8 +82,9 @@ Outputs OutputsOf(const Result& result) {
   return outputs;
 }
 
-Outputs PlainOutputs(const Head& head, const Recipe& recipe, const Tokens& tokens, DType dtype) {
-  Result plain = ComputePlainDense(head, recipe, tokens, dtype);
+Outputs PlainOutputs(const Head& head, const Recipe& recipe, const Tokens& tokens, DType dtype,
+                     const Head* teacher) {
+  Result plain = ComputePlainDense(head, recipe, tokens, dtype, teacher);
   plain.grad_hidden_states = RoundedTo(dtype, plain.grad_hidden_states);
   return OutputsOf(plain);
 }

@@ -25,7 +25,8 @@ using Outputs = std::map<std::string, std::vector<double>>;
 Outputs OutputsOf(const Result& result);
 
 // Those of plain dense arithmetic with logits, their gradient and grad_hidden_states in `dtype`.
-Outputs PlainOutputs(const Head& head, const Recipe& recipe, const Tokens& tokens, DType dtype);
+Outputs PlainOutputs(const Head& head, const Recipe& recipe, const Tokens& tokens, DType dtype,
+                     const Head* teacher = nullptr);
 
 // Whether `error` is larger than `other`; one that is not a number is the largest.
 bool IsWorse(double error, double other);

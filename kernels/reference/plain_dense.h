@@ -2,9 +2,10 @@
 // computes it.
 //
 // An implementation may be at most twice as far from the oracle (compare.h). With logits in
-// bfloat16, they and their gradient are rounded to it between the passes; everything else, grads
-// of weight, bias and hidden states among it, stays in float32. The formulas and the treatment of
-// masked logits, ignored rows and rows that are not finite are the oracle's (reference.h).
+// bfloat16, they, a teacher's too, and their gradient are rounded to it between the passes;
+// everything else, grads of weight, bias and hidden states among it, stays in float32. The formulas
+// and the treatment of masked logits, ignored rows and rows that are not finite are the oracle's
+// (reference.h).
 
 #ifndef LMHEAD_KERNELS_REFERENCE_PLAIN_DENSE_H_
 #define LMHEAD_KERNELS_REFERENCE_PLAIN_DENSE_H_
@@ -18,7 +19,7 @@ namespace lmhead::reference {
 // dtype of the hidden states, which is not known here: RoundedTo does it.
 // REQUIRES: as ComputeLoss. Inputs that float32 does not hold are rounded to it.
 Result ComputePlainDense(const Head& head, const Recipe& recipe, const Tokens& tokens,
-                         DType logits_dtype);
+                         DType logits_dtype, const Head* teacher = nullptr, int32_t top_k = 0);
 
 }  // namespace lmhead::reference
 
