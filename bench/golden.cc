@@ -65,8 +65,8 @@ absl::StatusOr<GoldenOptions> ParseOptions(absl::Span<char* const> positional) {
 
 // Whether the results in the file are those of its inputs; what is wrong with them otherwise.
 std::string CheckCase(const GoldenCase& golden) {
-  const Outputs computed =
-      OutputsOf(reference::ComputeLoss(golden.head, golden.recipe, golden.tokens));
+  const Outputs computed = OutputsOf(
+      reference::ComputeLoss(golden.head, golden.recipe, golden.tokens, golden.teacher_head()));
   for (const auto& [name, exact] : golden.expected) {
     const auto found = computed.find(name);
     if (found == computed.end()) return absl::StrCat("the file has an ", name, " without inputs");
@@ -119,7 +119,8 @@ CaseReport RunCase(Client& client, const std::string& file, const GoldenOptions&
     report.status = CaseStatus::kFailed;
     return report;
   }
-  const Outputs plain = PlainOutputs(golden->head, golden->recipe, golden->tokens, options.dtype);
+  const Outputs plain = PlainOutputs(golden->head, golden->recipe, golden->tokens, options.dtype,
+                                     golden->teacher_head());
   for (const Schedule schedule : options.schedules) {
     const absl::StatusOr<Outputs> outputs =
         RunGoldenCase(client, *golden, schedule, options.dtype, head);

@@ -1,6 +1,7 @@
 #include "bench/golden_run.h"
 
 #include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -69,6 +70,21 @@ class ScopedHead {
   const std::string name_;
 };
 
+// A head that holds the teacher's weight and is only read.
+v1::HeadSpec TeacherSpecOf(const reference::Head& teacher, DType dtype, const std::string& head) {
+  v1::HeadSpec spec;
+  spec.set_name(head);
+  spec.set_vocab_size(teacher.vocab_size);
+  spec.set_hidden_size(teacher.hidden_size);
+  spec.set_weight_dtype(DTypeToProto(dtype));
+  spec.set_has_bias(!teacher.bias.empty());
+  spec.set_logit_scale(static_cast<float>(teacher.logit_scale));
+  spec.set_softcap(static_cast<float>(teacher.softcap));
+  spec.mutable_optimizer()->set_kind(v1::OPTIMIZER_KIND_NONE);
+  spec.set_schedule(v1::SCHEDULE_EVAL);
+  return spec;
+}
+
 v1::HeadSpec SpecOf(const GoldenCase& golden, Schedule schedule, DType dtype,
                     const std::string& head) {
   v1::HeadSpec spec;
@@ -83,18 +99,46 @@ v1::HeadSpec SpecOf(const GoldenCase& golden, Schedule schedule, DType dtype,
   spec.mutable_optimizer()->set_kind(Trains(schedule) ? v1::OPTIMIZER_KIND_SGD
                                                       : v1::OPTIMIZER_KIND_NONE);
   spec.set_schedule(Trains(schedule) ? ScheduleToProto(schedule) : v1::SCHEDULE_FROZEN);
+  if (golden.teacher.has_value()) spec.set_teacher_hidden_size(golden.teacher->hidden_size);
+  if (golden.recipe.distillation.has_value()) {
+    spec.set_top_k_max(golden.recipe.distillation->top_k);
+  }
   return spec;
 }
 
-absl::Status LoadHead(Client& client, const GoldenCase& golden, DType dtype,
+absl::Status LoadHead(Client& client, const reference::Head& tensors, DType dtype,
                       const std::string& head) {
-  Encoded weight(ToFloat(golden.head.weight), golden.head.vocab_size, golden.head.hidden_size,
-                 dtype);
+  Encoded weight(ToFloat(tensors.weight), tensors.vocab_size, tensors.hidden_size, dtype);
   absl::Status status = client.LoadWeights(head, v1::TENSOR_KIND_WEIGHT, 0, weight.view());
-  if (!status.ok() || golden.head.bias.empty()) return status;
-  Encoded bias(ToFloat(golden.head.bias), golden.head.vocab_size, 1, DType::kFloat32);
+  if (!status.ok() || tensors.bias.empty()) return status;
+  Encoded bias(ToFloat(tensors.bias), tensors.vocab_size, 1, DType::kFloat32);
   return client.LoadWeights(head, v1::TENSOR_KIND_BIAS, 0, bias.view());
 }
+
+v1::LossRecipe ProtoRecipeOf(const GoldenCase& golden, const std::string& teacher_head,
+                             DType dtype) {
+  v1::LossRecipe recipe = LossRecipeToProto(RecipeOf(golden, teacher_head, dtype));
+  const auto& distillation = golden.recipe.distillation;
+  if (distillation.has_value() && distillation->divergence == Divergence::kJsd) {
+    // As a trainer asks for it, also where it is one of the KLs.
+    recipe.mutable_distillation()->set_divergence(v1::DistillationSpec::DIVERGENCE_JSD);
+    recipe.mutable_distillation()->set_jsd_beta(static_cast<float>(distillation->jsd_beta));
+  }
+  return recipe;
+}
+
+// The per-token inputs as they are sent.
+struct TokenInputs {
+  explicit TokenInputs(const reference::Tokens& tokens)
+      : token_weights(ToFloat(tokens.token_weights)),
+        token_temperature(ToFloat(tokens.token_temperature)),
+        logprob_grad(ToFloat(tokens.logprob_grad)),
+        entropy_grad(ToFloat(tokens.entropy_grad)),
+        teacher_topk_logprobs(ToFloat(tokens.teacher_topk_logprobs)) {}
+
+  const std::vector<float> token_weights, token_temperature, logprob_grad, entropy_grad,
+      teacher_topk_logprobs;
+};
 
 // Every output a stream can have, before they become doubles.
 struct TokenOutputs {
@@ -110,21 +154,22 @@ struct TokenOutputs {
 };
 
 WriterSpec WriterSpecOf(const GoldenCase& golden, Schedule schedule, DType dtype,
-                        const std::string& head, uint64_t incarnation) {
+                        const std::string& head, const std::string& teacher_head,
+                        uint64_t incarnation) {
   WriterSpec spec;
   spec.head = head;
   spec.step = Trains(schedule) ? kStep : 0;
   spec.worker = kWorker;
   spec.incarnation = incarnation;
   spec.hidden_dtype = dtype;
-  spec.recipe = LossRecipeToProto(RecipeOf(golden));
+  spec.recipe = ProtoRecipeOf(golden, teacher_head, dtype);
   spec.outputs.set_grad_hidden_states(schedule != Schedule::kEval);
   spec.outputs.set_token_loss(true);
   spec.outputs.set_logprob(true);
   spec.outputs.set_lse(true);
   spec.outputs.set_entropy(true);
   spec.outputs.set_argmax(true);
-  spec.chunk_bytes = kRowsPerChunk * golden.head.hidden_size * BytesPerElement(dtype);
+  spec.chunk_tokens = kRowsPerChunk;
   return spec;
 }
 
@@ -137,14 +182,21 @@ absl::Status StreamRows(Client& client, const GoldenCase& golden, const WriterSp
                  golden.head.hidden_size, spec.hidden_dtype);
   Encoded grad_hidden(std::vector<float>(golden.tokens.hidden_states.size()),
                       golden.tokens.num_tokens(), golden.head.hidden_size, spec.hidden_dtype);
-  const std::vector<float> token_weights = ToFloat(golden.tokens.token_weights);
-  const std::vector<float> token_temperature = ToFloat(golden.tokens.token_temperature);
+  const TokenInputs inputs(golden.tokens);
+  const int64_t teacher_cols = golden.teacher.has_value() ? golden.teacher->hidden_size : 0;
+  Encoded teacher_hidden(ToFloat(golden.tokens.teacher_hidden_states), golden.tokens.num_tokens(),
+                         teacher_cols, spec.hidden_dtype);
   TokenOutputs tokens(static_cast<size_t>(golden.tokens.num_tokens()));
   LossRows rows;
   rows.hidden_states = hidden.view();
   rows.targets = golden.tokens.targets;
-  rows.token_weights = token_weights;
-  rows.token_temperature = token_temperature;
+  rows.token_weights = inputs.token_weights;
+  rows.token_temperature = inputs.token_temperature;
+  rows.logprob_grad = inputs.logprob_grad;
+  rows.entropy_grad = inputs.entropy_grad;
+  rows.teacher_topk_ids = golden.tokens.teacher_topk_ids;
+  rows.teacher_topk_logprobs = inputs.teacher_topk_logprobs;
+  if (golden.teacher.has_value()) rows.teacher_hidden_states = teacher_hidden.view();
   if (spec.outputs.grad_hidden_states()) rows.grad_hidden_states = grad_hidden.view();
   rows.token_loss = tokens.token_loss.data();
   rows.logprob = tokens.logprob.data();
@@ -210,10 +262,22 @@ absl::StatusOr<uint64_t> BeginStep(Client& client, const std::string& head) {
 absl::StatusOr<reference::Outputs> RunGoldenCase(Client& client, const GoldenCase& golden,
                                                  Schedule schedule, DType dtype,
                                                  const std::string& head) {
+  if (golden.recipe.distillation.has_value() || golden.recipe.policy.has_value()) {
+    return absl::UnimplementedError("objectives other than cross entropy");
+  }
+  const std::string teacher_head = absl::StrCat(head, "-teacher");
+  std::optional<ScopedHead> scoped_teacher;
+  if (golden.teacher.has_value()) {
+    const auto created = client.CreateHead(TeacherSpecOf(*golden.teacher, dtype, teacher_head));
+    if (!created.ok()) return created.status();
+    scoped_teacher.emplace(client, teacher_head);
+    const absl::Status loaded = LoadHead(client, *golden.teacher, dtype, teacher_head);
+    if (!loaded.ok()) return loaded;
+  }
   const auto created = client.CreateHead(SpecOf(golden, schedule, dtype, head));
   if (!created.ok()) return created.status();
   const ScopedHead scoped(client, head);
-  absl::Status status = LoadHead(client, golden, dtype, head);
+  absl::Status status = LoadHead(client, golden.head, dtype, head);
   if (!status.ok()) return status;
   uint64_t incarnation = 0;
   if (Trains(schedule)) {
@@ -222,8 +286,9 @@ absl::StatusOr<reference::Outputs> RunGoldenCase(Client& client, const GoldenCas
     incarnation = *begun;
   }
   Outputs outputs;
-  status = StreamRows(client, golden, WriterSpecOf(golden, schedule, dtype, head, incarnation),
-                      &outputs);
+  status =
+      StreamRows(client, golden,
+                 WriterSpecOf(golden, schedule, dtype, head, teacher_head, incarnation), &outputs);
   if (status.ok() && Trains(schedule)) {
     status = ReadGradients(client, golden, head, incarnation, &outputs);
   }

@@ -18,11 +18,11 @@ namespace lmhead::bench {
 namespace {
 
 using reference::OutputError;
-using ::testing::Contains;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using ::testing::SizeIs;
+using ::testing::UnorderedElementsAre;
 
 std::string PathOf(const std::string& name) { return GoldenFolder() + "/" + name + ".safetensors"; }
 
@@ -69,12 +69,51 @@ TEST(GoldenCaseTest, LoadsInputsOptionsAndResults) {
   EXPECT_THAT(golden->expected.at("num_valid_tokens"), ElementsAre(6));
 }
 
-TEST(GoldenCaseTest, WhatItDoesNotKnowIsListed) {
-  const auto golden = LoadGoldenCase(PathOf("forward_kl_t2"));
+TEST(GoldenCaseTest, LoadsATeacherOfAnotherWidth) {
+  const auto golden = LoadGoldenCase(PathOf("kl_teacher_wider_softcap"));
   ASSERT_TRUE(golden.ok()) << golden.status();
-  EXPECT_THAT(golden->unknown_fields, Contains("loss=forward_kl"));
-  EXPECT_THAT(golden->unknown_fields, Contains("kl_temperature=2.0"));
-  EXPECT_THAT(golden->unknown_fields, Contains("teacher_hidden_states"));
+  ASSERT_TRUE(golden->teacher.has_value());
+  EXPECT_EQ(golden->teacher->hidden_size, 24);
+  EXPECT_EQ(golden->teacher->vocab_size, 37);
+  EXPECT_EQ(golden->teacher->softcap, 4.0);
+  EXPECT_EQ(golden->head.softcap, 6.0);
+  EXPECT_THAT(golden->tokens.teacher_hidden_states, SizeIs(7 * 24));
+  const LossRecipe recipe = RecipeOf(*golden, "other", DType::kBFloat16);
+  EXPECT_EQ(recipe.distillation->teacher_head, "other");
+  EXPECT_EQ(recipe.distillation->teacher_hidden_dtype, DType::kBFloat16);
+}
+
+TEST(GoldenCaseTest, LoadsEveryObjective) {
+  const auto recipe = [](const std::string& name) {
+    const auto golden = LoadGoldenCase(PathOf(name));
+    EXPECT_TRUE(golden.ok()) << golden.status();
+    return RecipeOf(*golden);
+  };
+  EXPECT_EQ(recipe("mix_ce_kl").distillation,
+            (DistillationSpec{.divergence = Divergence::kForwardKl,
+                              .teacher_head = "teacher",
+                              .kl_temperature = 1.5f,
+                              .scale_by_temperature_squared = true,
+                              .cross_entropy_weight = 0.3f,
+                              .divergence_weight = 0.7f}));
+  EXPECT_EQ(recipe("topk_tail").distillation,
+            (DistillationSpec{.divergence = Divergence::kTopkForwardKl,
+                              .kl_temperature = 1.5f,
+                              .top_k = 5,
+                              .topk_mass = TopkMass::kTail}));
+  EXPECT_EQ(recipe("jsd_0.3").distillation->jsd_beta, 0.3f);
+  EXPECT_EQ(recipe("jsd_0.0").distillation->divergence, Divergence::kForwardKl);
+  EXPECT_EQ(recipe("jsd_1.0").distillation->divergence, Divergence::kReverseKl);
+  EXPECT_EQ(recipe("policy").policy, PolicySpec());
+  EXPECT_EQ(recipe("policy").temperature, 0.8f);
+}
+
+TEST_F(GoldenCaseFileTest, WhatItDoesNotKnowIsListed) {
+  const auto golden = LoadGoldenCase(Write(
+      R"({"name":"x","num_tokens":1,"hidden_size":1,"vocab_size":1,"loss":"hinge","margin":2.0,"topk_mass":"drop"})"));
+  ASSERT_TRUE(golden.ok()) << golden.status();
+  EXPECT_THAT(golden->unknown_fields,
+              UnorderedElementsAre("loss=hinge", "margin=2.0", "topk_mass=drop"));
 }
 
 TEST_F(GoldenCaseFileTest, UnknownTensorsAndOutputsAreListed) {

@@ -107,21 +107,32 @@ std::string CaseName(const testing::TestParamInfo<ConformanceCase>& info) {
                       std::string(DTypeName(c.hidden_dtype)));
 }
 
+namespace {
+
+std::vector<std::string> CrossEntropyPaths() {
+  std::vector<std::string> paths = GoldenPaths();
+  std::erase_if(paths, [](const std::string& path) {
+    const absl::StatusOr<bench::GoldenCase> golden = bench::LoadGoldenCase(path);
+    LMHEAD_CHECK(golden.ok(), golden.status().ToString());
+    return golden->recipe.distillation.has_value() || golden->recipe.policy.has_value();
+  });
+  return paths;
+}
+
+}  // namespace
+
 std::vector<GoldenConformanceCase> GoldenCasesOf(const BackendUnderTest& backend,
                                                  DType bfloat16_head_logits) {
   std::vector<GoldenConformanceCase> cases;
   for (const ConformanceCase& c : CasesOf(backend, bfloat16_head_logits)) {
     if (c.hidden_dtype != DType::kFloat32) continue;  // No rounding but that of the arithmetic.
-    for (const std::string& path : CrossEntropyGoldenPaths()) cases.push_back({c, path});
+    for (const std::string& path : CrossEntropyPaths()) cases.push_back({c, path});
   }
   return cases;
 }
 
 std::string GoldenCaseName(const testing::TestParamInfo<GoldenConformanceCase>& info) {
-  const std::string& path = info.param.path;
-  const size_t start = path.rfind('/') + 1;
-  return absl::StrCat(CaseName({info.param.conformance, 0}), "_",
-                      path.substr(start, path.rfind('.') - start));
+  return absl::StrCat(CaseName({info.param.conformance, 0}), "_", GoldenTestName(info.param.path));
 }
 
 HeadSpec BackendConformance::Spec(const Shape& shape) const {

@@ -118,10 +118,11 @@ TEST(PlainDense, MaskedTargetsAndRowsAreTheOracles) {
 
 // Float32 is near the stored results of every golden case.
 TEST(PlainDense, AgreesWithTorch) {
-  for (const std::string& path : CrossEntropyGoldenPaths()) {
+  for (const std::string& path : GoldenPaths()) {
     SCOPED_TRACE(path);
     const bench::GoldenCase golden = bench::LoadGoldenCase(path).value();
-    const Outputs plain = PlainOutputs(golden.head, golden.recipe, golden.tokens, DType::kFloat32);
+    const Outputs plain = PlainOutputs(golden.head, golden.recipe, golden.tokens, DType::kFloat32,
+                                       golden.teacher_head());
     for (const auto& [name, exact] : golden.expected) {
       // The largest offset, 4096, leaves 2^-12 of absolute precision to the logits.
       EXPECT_LE(CompareOutput(name, plain.at(name), exact, exact, DType::kFloat32).rel,

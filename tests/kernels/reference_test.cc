@@ -24,7 +24,8 @@ class GoldenReference : public testing::TestWithParam<std::string> {};
 TEST_P(GoldenReference, EqualsTorch) {
   const absl::StatusOr<bench::GoldenCase> golden = bench::LoadGoldenCase(GetParam());
   ASSERT_TRUE(golden.ok()) << golden.status();
-  const Result result = ComputeLoss(golden->head, golden->recipe, golden->tokens);
+  const Result result =
+      ComputeLoss(golden->head, golden->recipe, golden->tokens, golden->teacher_head());
   const Outputs outputs = OutputsOf(result);
   ASSERT_EQ(outputs.size(), golden->expected.size());
   // torch's exp(z - lse) carries the rounding of lse, and lse - sum p z multiplies it by lse.
@@ -43,13 +44,10 @@ TEST_P(GoldenReference, EqualsTorch) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Cases, GoldenReference, testing::ValuesIn(CrossEntropyGoldenPaths()),
-                         [](const auto& info) {
-                           const size_t start = info.param.rfind('/') + 1;
-                           return info.param.substr(start, info.param.rfind('.') - start);
-                         });
+INSTANTIATE_TEST_SUITE_P(Cases, GoldenReference, testing::ValuesIn(GoldenPaths()),
+                         [](const auto& info) { return GoldenTestName(info.param); });
 
-TEST(GoldenCases, AreThere) { EXPECT_EQ(CrossEntropyGoldenPaths().size(), 18u); }
+TEST(GoldenCases, AreThere) { EXPECT_EQ(GoldenPaths().size(), 31u); }
 
 std::vector<double> Normals(size_t count, double std, std::mt19937* random) {
   std::normal_distribution<double> normal(0.0, std);

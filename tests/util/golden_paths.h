@@ -1,4 +1,4 @@
-// The golden cases that can be run: those of cross entropy.
+// The golden cases.
 
 #ifndef LMHEAD_TESTS_UTIL_GOLDEN_PATHS_H_
 #define LMHEAD_TESTS_UTIL_GOLDEN_PATHS_H_
@@ -8,8 +8,11 @@
 
 namespace lmhead {
 
-// Their files in GoldenFolder(), sorted; ends the process when one cannot be read.
-std::vector<std::string> CrossEntropyGoldenPaths();
+// Their files in GoldenFolder(), sorted; ends the process when there are none.
+std::vector<std::string> GoldenPaths();
+
+// The name of a case, from its path, as a parameter of a test: "jsd_0.3" is jsd_0_3.
+std::string GoldenTestName(const std::string& path);
 
 }  // namespace lmhead
 
