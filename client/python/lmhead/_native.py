@@ -1,0 +1,208 @@
+"""liblmhead.so through ctypes: client/c/lmhead.h in Python, nothing more.
+
+The library is found in the package (lib/liblmhead.so), or where the variable LMHEAD_LIBRARY says. ctypes releases the
+interpreter's lock around every call, so that other threads go on while one waits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import pathlib
+from ctypes import POINTER, byref, c_char_p, c_double, c_float, c_int32, c_int64, c_size_t, c_uint64, c_void_p
+from typing import Any, Optional
+
+from lmhead.errors import error_of
+
+API_MAJOR = 1
+API_MINOR = 0
+
+
+class ClientOptions(ctypes.Structure):
+    _fields_ = [("struct_size", c_size_t), ("connect_timeout_seconds", c_double), ("call_timeout_seconds", c_double),
+                ("max_attempts", c_int32), ("reserved", c_int32)]
+
+
+class WriterOptions(ctypes.Structure):
+    _fields_ = [("struct_size", c_size_t), ("num_connections", c_int32), ("max_inflight_chunks", c_int32),
+                ("chunk_bytes", c_int64), ("send_checksums", c_int32), ("reserved", c_int32)]
+
+
+class LossRows(ctypes.Structure):
+    _fields_ = [("struct_size", c_size_t), ("num_tokens", c_int64), ("hidden_size", c_int64), ("hidden_dtype", c_int32),
+                ("grad_scale", c_float), ("hidden_states", c_void_p), ("targets", c_void_p),
+                ("token_weights", c_void_p), ("token_temperature", c_void_p), ("grad_hidden_states", c_void_p),
+                ("token_loss", c_void_p), ("logprob", c_void_p), ("lse", c_void_p), ("entropy", c_void_p),
+                ("argmax", c_void_p), ("logprob_grad", c_void_p), ("entropy_grad", c_void_p), ("old_logprob", c_void_p),
+                ("advantage", c_void_p), ("reference_logprob", c_void_p), ("teacher_hidden_states", c_void_p),
+                ("teacher_hidden_size", c_int64), ("teacher_hidden_dtype", c_int32), ("teacher_top_k", c_int32),
+                ("teacher_topk_ids", c_void_p), ("teacher_topk_logprobs", c_void_p), ("topk_ids", c_void_p),
+                ("topk_logprobs", c_void_p)]
+
+
+class LossResult(ctypes.Structure):
+    _fields_ = [("struct_size", c_size_t), ("loss_sum", c_double), ("num_tokens", c_int64),
+                ("num_valid_tokens", c_int64), ("num_nonfinite_rows", c_int64), ("num_correct", c_int64),
+                ("weight_sum", c_double), ("cross_entropy_sum", c_double), ("z_loss_sum", c_double),
+                ("divergence_sum", c_double), ("entropy_sum", c_double), ("policy_sum", c_double),
+                ("dropped_teacher_mass_sum", c_double), ("num_clipped", c_int64), ("old_policy_kl_sum", c_double),
+                ("num_chunks", c_int64), ("num_duplicates", c_int64), ("queue_seconds", c_double),
+                ("upload_seconds", c_double), ("compute_seconds", c_double), ("download_seconds", c_double)]
+
+
+# Name: (types of the arguments before the error, result).
+_HANDLE = c_void_p
+_FUNCTIONS = {
+    "client_connect": [c_char_p, POINTER(ClientOptions), POINTER(_HANDLE)],
+    "client_call": [_HANDLE, c_char_p, c_char_p, c_double, POINTER(c_void_p)],
+    "client_load_weights": [_HANDLE, c_char_p, c_int32, c_int32, c_int64, c_int64, c_int64, c_void_p],
+    "client_read_weights": [_HANDLE, c_char_p, c_int32, c_int32, c_int64, c_int64, c_int64, c_void_p],
+    "client_accumulate_weight_gradient": [_HANDLE, c_char_p, c_uint64, c_uint64, c_char_p, c_uint64, c_int64, c_void_p,
+                                          c_int64, c_int64, c_void_p, POINTER(c_uint64)],
+    "writer_open": [_HANDLE, c_char_p, POINTER(WriterOptions), POINTER(_HANDLE)],
+    "writer_submit": [_HANDLE, POINTER(LossRows), POINTER(c_uint64)],
+    "writer_wait": [_HANDLE, c_uint64, POINTER(LossResult)],
+    "writer_finish": [_HANDLE, POINTER(c_uint64)],
+}
+_CLOSERS = ("client_close", "writer_cancel", "writer_close", "error_free", "string_free")
+
+
+def _find() -> str:
+    stated = os.environ.get("LMHEAD_LIBRARY")
+    if stated:
+        return stated
+    carried = pathlib.Path(__file__).parent / "lib" / "liblmhead.so"
+    if carried.exists():
+        return str(carried)
+    raise ImportError(f"lmhead: {carried} is missing: install the wheel that `pip wheel client/python` builds, or set "
+                      "LMHEAD_LIBRARY to a liblmhead.so")
+
+
+def _load() -> ctypes.CDLL:
+    path = _find()
+    try:
+        library = ctypes.CDLL(path)
+    except OSError as error:
+        raise ImportError(f"lmhead: cannot load {path}: {error}") from error
+    major, minor = c_int32(), c_int32()
+    library.lmhead_api_version(byref(major), byref(minor))
+    if major.value != API_MAJOR or minor.value < API_MINOR:
+        raise ImportError(f"lmhead: {path} has interface version {major.value}.{minor.value}, this package wants "
+                          f"{API_MAJOR}.{API_MINOR}: install both from one release")
+    for name, arguments in _FUNCTIONS.items():
+        function = getattr(library, f"lmhead_{name}")
+        function.argtypes = [*arguments, POINTER(c_void_p)]
+        function.restype = c_int32
+    for name in _CLOSERS:
+        function = getattr(library, f"lmhead_{name}")
+        function.argtypes = [c_void_p]
+        function.restype = None
+    library.lmhead_error_message.argtypes = [c_void_p]
+    library.lmhead_error_message.restype = c_char_p
+    library.lmhead_version.restype = c_char_p
+    return library
+
+
+_library = _load()
+
+
+def version() -> str:
+    """Release of liblmhead.so."""
+    return _library.lmhead_version().decode()
+
+
+def _call(name: str, *arguments: Any) -> None:
+    error = c_void_p()
+    code = getattr(_library, f"lmhead_{name}")(*arguments, byref(error))
+    if code == 0:
+        return
+    message = _library.lmhead_error_message(error).decode(errors="replace")
+    _library.lmhead_error_free(error)
+    raise error_of(code, message)
+
+
+class _Owner:
+    """Holds one handle; closed once, at the latest when it is collected."""
+
+    _closer: str
+
+    def __init__(self, handle: c_void_p):
+        self.handle = handle
+
+    def close(self) -> None:
+        handle, self.handle = self.handle, None
+        if handle:
+            getattr(_library, f"lmhead_{self._closer}")(handle)
+
+    def __del__(self) -> None:
+        if getattr(self, "handle", None):
+            self.close()
+
+
+class NativeClient(_Owner):
+    """lmhead_client."""
+
+    _closer = "client_close"
+
+    def __init__(self, address: str, connect_timeout: float, call_timeout: float, max_attempts: int):
+        options = ClientOptions(ctypes.sizeof(ClientOptions), connect_timeout, call_timeout, max_attempts, 0)
+        handle = c_void_p()
+        _call("client_connect", address.encode(), byref(options), byref(handle))
+        super().__init__(handle)
+
+    def call(self, method: str, request: dict, timeout: float = 0.0) -> dict:
+        answer = c_void_p()
+        _call("client_call", self.handle, method.encode(), json.dumps(request).encode(), timeout, byref(answer))
+        try:
+            return json.loads(ctypes.cast(answer, c_char_p).value.decode())
+        finally:
+            _library.lmhead_string_free(answer)
+
+    def load_weights(self, head: str, tensor: int, dtype: int, row_start: int, rows: int, columns: int,
+                     data: int) -> None:
+        _call("client_load_weights", self.handle, head.encode(), tensor, dtype, row_start, rows, columns, data)
+
+    def read_weights(self, head: str, tensor: int, dtype: int, row_start: int, rows: int, columns: int,
+                     data: int) -> None:
+        _call("client_read_weights", self.handle, head.encode(), tensor, dtype, row_start, rows, columns, data)
+
+    def accumulate_weight_gradient(self, head: str, step: int, incarnation: int, worker: str, first_index: int,
+                                   row_start: int, row_ids: Optional[int], rows: int, columns: int, data: int) -> int:
+        pieces = c_uint64()
+        _call("client_accumulate_weight_gradient", self.handle, head.encode(), step, incarnation, worker.encode(),
+              first_index, row_start, row_ids, rows, columns, data, byref(pieces))
+        return pieces.value
+
+
+class NativeWriter(_Owner):
+    """lmhead_writer."""
+
+    _closer = "writer_close"
+
+    def __init__(self, client: NativeClient, open_message: dict, connections: int, inflight_chunks: int,
+                 chunk_bytes: int, checksums: bool):
+        options = WriterOptions(ctypes.sizeof(WriterOptions), connections, inflight_chunks, chunk_bytes, checksums, 0)
+        handle = c_void_p()
+        _call("writer_open", client.handle, json.dumps(open_message).encode(), byref(options), byref(handle))
+        super().__init__(handle)
+
+    def submit(self, rows: LossRows) -> int:
+        rows.struct_size = ctypes.sizeof(LossRows)
+        ticket = c_uint64()
+        _call("writer_submit", self.handle, byref(rows), byref(ticket))
+        return ticket.value
+
+    def wait(self, ticket: int) -> LossResult:
+        result = LossResult(ctypes.sizeof(LossResult))
+        _call("writer_wait", self.handle, ticket, byref(result))
+        return result
+
+    def finish(self) -> int:
+        chunks = c_uint64()
+        _call("writer_finish", self.handle, byref(chunks))
+        return chunks.value
+
+    def cancel(self) -> None:
+        if self.handle:
+            _library.lmhead_writer_cancel(self.handle)

@@ -1,0 +1,280 @@
+"""A head that lives in the service."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Dict, Optional, Tuple, Union
+
+import torch
+
+from lmhead import _native, _staging
+from lmhead.client import Client
+from lmhead.loss import OUTPUTS, Arguments, Call, LossFuture, UpstreamLedger
+from lmhead.recipe import Recipe
+from lmhead.step import Step, _Streams, checked_arguments
+from lmhead.workers import SINGLE, Workers
+
+TENSORS = {"weight": 1, "bias": 2, "grad_weight": 3, "grad_bias": 4, "master_weight": 5}
+
+
+@dataclasses.dataclass(frozen=True)
+class AdamW:
+    """torch.optim.AdamW; the learning rate comes with each commit."""
+
+    betas: Tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    decay_bias: bool = False
+
+    def message(self) -> Dict[str, Any]:
+        """lmhead.v1.OptimizerSpec as JSON."""
+        return {"kind": "OPTIMIZER_KIND_ADAMW", "beta1": self.betas[0], "beta2": self.betas[1], "eps": self.eps,
+                "weight_decay": self.weight_decay, "decay_bias": self.decay_bias}
+
+
+@dataclasses.dataclass(frozen=True)
+class SGD:
+    """torch.optim.SGD; the learning rate comes with each commit."""
+
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    decay_bias: bool = False
+
+    def message(self) -> Dict[str, Any]:
+        """lmhead.v1.OptimizerSpec as JSON."""
+        return {"kind": "OPTIMIZER_KIND_SGD", "momentum": self.momentum, "weight_decay": self.weight_decay,
+                "decay_bias": self.decay_bias}
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadInfo:
+    """A head's specification and state; ``raw`` is all of lmhead.v1.HeadInfo."""
+
+    name: str
+    vocab_size: int
+    hidden_size: int
+    weight_dtype: torch.dtype
+    has_bias: bool
+    trainable: bool
+    logit_scale: float
+    softcap: float
+    last_committed_step: int
+    open_step: int
+    weights_loaded: bool
+    poisoned_by: str
+    raw: Dict[str, Any]
+
+
+def _info_of(raw: Dict[str, Any]) -> HeadInfo:
+    spec = raw["spec"]
+    return HeadInfo(
+        name=spec["name"], vocab_size=int(spec["vocab_size"]), hidden_size=int(spec["hidden_size"]),
+        weight_dtype=_staging.DTYPES_BY_NAME[spec["weight_dtype"]], has_bias=spec["has_bias"],
+        trainable=spec["trainable"], logit_scale=spec["logit_scale"] or 1.0, softcap=spec["softcap"],
+        last_committed_step=int(raw["last_committed_step"]), open_step=int(raw["open_step"]),
+        weights_loaded=raw["weights_loaded"], poisoned_by=raw["poisoned_by"], raw=raw)
+
+
+class RemoteHead:
+    """A head of the service, by name.
+
+    Args:
+        address: of the server, or a Client to share.
+        name: of the head.
+        connections: TCP connections of a worker; more than one pays beyond about 2 GB/s.
+        chunk_bytes: hidden states of one message.
+        max_inflight_chunks: on each connection, without an answer.
+        checksums: let the server verify what arrived.
+        client_options: keyword arguments of Client.
+
+    Raises:
+        NotFound: there is no such head: ``RemoteHead.create`` makes one.
+        Unavailable: nobody answers.
+    """
+
+    def __init__(self, address: Union[str, Client], name: str, *, connections: int = 1, chunk_bytes: int = 4 << 20,
+                 max_inflight_chunks: int = 4, checksums: bool = True, **client_options: Any):
+        self.client = address if isinstance(address, Client) else Client(address, **client_options)
+        self.name = name
+        self._writer_options = (connections, max_inflight_chunks, chunk_bytes, checksums)
+        info = self.info()
+        self.vocab_size, self.hidden_size, self.trainable = info.vocab_size, info.hidden_size, info.trainable
+
+    @classmethod
+    def create(cls, address: Union[str, Client], name: str, *, vocab_size: int, hidden_size: int,
+               optimizer: Union[AdamW, SGD, None] = None, weight_dtype: torch.dtype = torch.float32, bias: bool = False,
+               logit_scale: float = 1.0, softcap: float = 0.0, init_std: Optional[float] = None, seed: int = 0,
+               spec: Optional[Dict[str, Any]] = None, **options: Any) -> "RemoteHead":
+        """Creates the head in the service, or finds the equal one there, and connects to it.
+
+        Args:
+            address, name, options: as for RemoteHead.
+            vocab_size, hidden_size: of the weight.
+            optimizer: AdamW or SGD; None makes a frozen head, such as a teacher.
+            weight_dtype: float32, or bfloat16 with a float32 master weight.
+            bias: a float32 bias a vocabulary row, zero at first.
+            logit_scale, softcap: logits = softcap * tanh(logit_scale * logits / softcap).
+            init_std: fill the weight with normal values of that deviation and ``seed``; None: ``load_weight`` must.
+            spec: further fields of lmhead.v1.HeadSpec, such as ``{"teacher_hidden_size": 4096}`` for a student.
+
+        Raises:
+            ResourceExhausted: it does not fit; the message has the memory plan.
+            AlreadyExists: there is one of that name that differs.
+        """
+        client_options = {key: options.pop(key) for key in ("connect_timeout", "call_timeout", "max_attempts")
+                          if key in options}
+        client = address if isinstance(address, Client) else Client(address, **client_options)
+        message: Dict[str, Any] = {
+            "name": name, "vocab_size": str(vocab_size), "hidden_size": str(hidden_size),
+            "weight_dtype": _staging.DTYPE_NAMES.get(weight_dtype, str(weight_dtype)), "has_bias": bias,
+            "logit_scale": logit_scale, "softcap": softcap, "trainable": optimizer is not None,
+            "optimizer": {"kind": "OPTIMIZER_KIND_NONE"} if optimizer is None else optimizer.message()}
+        if init_std is not None:
+            message["weight_init"] = {"kind": "KIND_NORMAL", "std": init_std, "seed": str(seed)}
+        message.update(spec or {})
+        client.call("CreateHead", spec=message)
+        return cls(client, name, **options)
+
+    def info(self) -> HeadInfo:
+        """The head's specification and state now."""
+        return _info_of(self.client.call("GetHead", head=self.name)["head"])
+
+    def next_step(self) -> int:
+        """The number after the last committed step."""
+        return self.info().last_committed_step + 1
+
+    def delete(self, force: bool = False) -> None:
+        """Deletes the head and frees its memory; ``force``: also while a step is open."""
+        self.client.call("DeleteHead", head=self.name, force=force)
+
+    # --- Weights ------------------------------------------------------------------------------------------------------
+
+    def load_weight(self, weight: torch.Tensor, row_start: int = 0) -> None:
+        """Sends rows of lm_head.weight, [n, hidden_size], any wire dtype; between steps."""
+        self._load("weight", weight, row_start)
+
+    def load_bias(self, bias: torch.Tensor) -> None:
+        """Sends the bias, [vocab_size]; between steps."""
+        self._load("bias", bias.float().reshape(-1, 1), 0)
+
+    def _load(self, tensor: str, rows: torch.Tensor, row_start: int) -> None:
+        _staging.check_dtype(rows, tensor)
+        host = rows.detach().to("cpu").contiguous()
+        if host.dim() != 2:
+            raise ValueError(f"{tensor} has shape {tuple(rows.shape)}, want two dimensions")
+        self.client.native.load_weights(self.name, TENSORS[tensor], _staging.DTYPES[host.dtype], row_start,
+                                        host.shape[0], host.shape[1], host.data_ptr())
+
+    def read_weight(self, row_start: int = 0, num_rows: Optional[int] = None, *, master: bool = False) -> torch.Tensor:
+        """Rows of lm_head.weight in the head's dtype, or of its float32 master weight: [num_rows, hidden_size]."""
+        if not master:
+            return self._read("weight", self.info().weight_dtype, self.hidden_size, row_start, num_rows)
+        return self._read("master_weight", torch.float32, self.hidden_size, row_start, num_rows)
+
+    def read_bias(self) -> torch.Tensor:
+        """The bias: [vocab_size], float32."""
+        return self._read("bias", torch.float32, 1, 0, None).reshape(-1)
+
+    def read_grad_weight(self, row_start: int = 0, num_rows: Optional[int] = None) -> torch.Tensor:
+        """The open step's gradient so far, before any multiplier: [num_rows, hidden_size], float32."""
+        return self._read("grad_weight", torch.float32, self.hidden_size, row_start, num_rows)
+
+    def _read(self, tensor: str, dtype: torch.dtype, columns: int, row_start: int,
+              num_rows: Optional[int]) -> torch.Tensor:
+        rows = torch.empty(self.vocab_size - row_start if num_rows is None else num_rows, columns, dtype=dtype)
+        self.client.native.read_weights(self.name, TENSORS[tensor], _staging.DTYPES[dtype], row_start, rows.shape[0],
+                                        columns, rows.data_ptr())
+        return rows
+
+    # --- Training -----------------------------------------------------------------------------------------------------
+
+    def step(self, number: Optional[int] = None, workers: Workers = SINGLE, num_recipes: int = 1) -> Step:
+        """Opens an optimizer step; use it as ``with head.step(number) as step:``.
+
+        Args:
+            number: greater than the last committed step; None: the next one (with several workers state it).
+            workers: who feeds it; lmhead.distributed_workers() for the ranks of a torch.distributed job.
+            num_recipes: how many combinations of recipe, dtype and outputs the step's losses have.
+        """
+        return Step(self, self.next_step() if number is None else number, workers, num_recipes)
+
+    # --- Without a step -----------------------------------------------------------------------------------------------
+
+    def loss(self, hidden: torch.Tensor, labels: torch.Tensor, **options: Any) -> torch.Tensor:
+        """An evaluation, or the loss of a frozen head with the gradient of ``hidden``; arguments as for Step.loss.
+
+        Args:
+            frozen: True gives the gradient of ``hidden`` although the head is trainable, and leaves the head alone.
+
+        Raises:
+            RuntimeError: gradients are wanted of a trainable head, which takes a step.
+        """
+        return self.loss_async(hidden, labels, **options).result()
+
+    def loss_async(self, hidden: torch.Tensor, labels: torch.Tensor, *, recipe: Recipe = Recipe(), shift: bool = False,
+                   reduction: str = "sum", num_items: Optional[float] = None, grad_scale: float = 1.0,
+                   teacher_hidden: Optional[torch.Tensor] = None, frozen: bool = False,
+                   **tensors: Optional[torch.Tensor]) -> LossFuture:
+        """Like ``loss``, at once; ``result()`` of the answer is the loss."""
+        want_grad = torch.is_grad_enabled() and hidden.requires_grad
+        if want_grad and self.trainable and not frozen:
+            raise RuntimeError(f"head {self.name} is trainable: use head.step(...).loss(...), torch.no_grad() to evaluate, "
+                               "or frozen=True for the gradient of hidden alone")
+        arguments = checked_arguments(self, hidden, labels, recipe, shift, reduction, grad_scale, teacher_hidden, tensors)
+        outputs = ("token_loss",) if reduction == "none" else ()
+        call = Call(arguments, outputs, want_grad, reduction, grad_scale, None if num_items is None else float(num_items))
+        return self._evaluate(call, arguments, outputs, want_grad, hidden)
+
+    def outputs(self, hidden: torch.Tensor, labels: torch.Tensor, names: Tuple[str, ...], *, recipe: Recipe = Recipe(),
+                shift: bool = False, token_temperature: Optional[torch.Tensor] = None) -> Dict[str, torch.Tensor]:
+        """Per-token outputs without gradients, [...] each.
+
+        Args:
+            names: of token_loss, logprob, lse, entropy (float32; nats) and argmax (int32).
+        """
+        unknown = set(names) - set(OUTPUTS)
+        if unknown:
+            raise ValueError(f"outputs {sorted(unknown)} are unknown, want some of {sorted(OUTPUTS)}")
+        with torch.no_grad():
+            arguments = checked_arguments(self, hidden, labels, recipe, shift, "sum", 1.0, None,
+                                          {"token_temperature": token_temperature})
+            call = Call(arguments, tuple(names), False, "sum", 1.0, None)
+            return dict(self._evaluate(call, arguments, tuple(names), False, hidden).wait().results)
+
+    def logprobs(self, hidden: torch.Tensor, labels: torch.Tensor, *, entropy: bool = False, shift: bool = False,
+                 temperature: float = 1.0,
+                 ignore_index: int = -100) -> Union[torch.Tensor, Tuple[torch.Tensor, torch.Tensor]]:
+        """Log-probabilities of the labels, [...], float32, 0 where ignored; with ``entropy`` also the entropies.
+
+        Without gradients: what reinforcement learning does with them are coefficients or ratios, for which
+        lmhead.PolicyCoefficients and lmhead.ClippedPolicy are the losses.
+        """
+        names = ("logprob", "entropy") if entropy else ("logprob",)
+        found = self.outputs(hidden, labels, names, recipe=Recipe(ignore_index=ignore_index, temperature=temperature),
+                             shift=shift)
+        return (found["logprob"], found["entropy"]) if entropy else found["logprob"]
+
+    def _evaluate(self, call: Call, arguments: Arguments, outputs: Tuple[str, ...], want_grad: bool,
+                  hidden: torch.Tensor) -> LossFuture:
+        streams = _Streams(self.open_writer(arguments, outputs, want_grad, 0, "", 0))
+        ticket = streams.thread.submit(call.submit, streams.writer)
+        return LossFuture(call, lambda: streams.writer, ticket, hidden, UpstreamLedger(once=False), lambda error: error,
+                          streams.close)
+
+    def open_writer(self, arguments: Arguments, outputs: Tuple[str, ...], want_grad: bool, step: int, worker: str,
+                    incarnation: int) -> _native.NativeWriter:
+        """The streams for such calls. For Step; there is no need to call it."""
+        message = {"head": self.name, "step": str(step), "worker": worker, "incarnation": str(incarnation),
+                   "hidden_dtype": _staging.DTYPE_NAMES[arguments.hidden.dtype], "recipe": arguments.recipe_message(),
+                   "outputs": {"grad_hidden_states": want_grad, **{name: True for name in outputs}}}
+        return _native.NativeWriter(self.client.native, message, *self._writer_options)
+
+    def close(self) -> None:
+        """Closes the connection; the head stays."""
+        self.client.close()
+
+    def __enter__(self) -> "RemoteHead":
+        return self
+
+    def __exit__(self, *_: Optional[object]) -> None:
+        self.close()

@@ -1,0 +1,302 @@
+"""Hugging Face causal language models: the head moves out, the rest of the model stays as it is.
+
+Models are known by their structure: a forward() that takes ``labels`` and calls ``get_output_embeddings()``, a linear
+layer, on the hidden states. That layer is replaced by one that keeps the hidden states and gives a sliver of them in
+place of logits; the loss is then computed by the service.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any, Dict, Iterable, Optional, Tuple
+
+import torch
+
+from lmhead.gradients import clip_grad_norm
+from lmhead.head import RemoteHead
+from lmhead.recipe import IGNORE_INDEX, Recipe
+from lmhead.step import Commit, Step
+from lmhead.workers import SINGLE, Workers
+
+
+class RemoteLmHead(torch.nn.Module):
+    """Stands where lm_head was. Keeps its input for the loss; what it gives has the shape of logits of one word."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden: Optional[torch.Tensor] = None
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[..., hidden_size] to [..., 1]."""
+        self.hidden = hidden
+        return hidden[..., :1].detach()
+
+    def take(self) -> torch.Tensor:
+        """The hidden states of the last forward(), once."""
+        hidden, self.hidden = self.hidden, None
+        if hidden is None:
+            raise RuntimeError("lmhead: the model's forward() did not call its output layer; this model cannot be patched")
+        return hidden
+
+
+def _output_layer(model: torch.nn.Module) -> Tuple[torch.nn.Module, str, torch.nn.Module]:
+    """The output layer with the module that owns it and its name there. ValueError when there is none to move."""
+    getter = getattr(model, "get_output_embeddings", None)
+    layer = getter() if callable(getter) else getattr(model, "lm_head", None)
+    if layer is None or not isinstance(getattr(layer, "weight", None), torch.Tensor) or layer.weight.dim() != 2:
+        raise ValueError(f"{type(model).__name__} has no output layer with a two-dimensional weight: neither "
+                         "get_output_embeddings() nor lm_head gives one")
+    for owner in model.modules():
+        for name, child in owner.named_children():
+            if child is layer:
+                return owner, name, layer
+    raise ValueError(f"the output layer of {type(model).__name__} is not one of its modules")
+
+
+def _logit_transform(config: Any) -> Dict[str, float]:
+    """logit_scale and softcap as the configuration has them, under the names that models use."""
+    scale = float(getattr(config, "logit_scale", None) or 1.0)
+    divisor = getattr(config, "logits_scaling", None)
+    if divisor:
+        scale /= float(divisor)
+    softcap = getattr(config, "final_logit_softcapping", None) or getattr(config, "final_logits_soft_cap", None)
+    return {"logit_scale": scale, "softcap": float(softcap or 0.0)}
+
+
+def head_arguments(model: torch.nn.Module) -> Dict[str, Any]:
+    """Arguments of RemoteHead.create for this model's head: sizes, bias, logit scale and softcap."""
+    _, _, layer = _output_layer(model)
+    vocab_size, hidden_size = layer.weight.shape
+    return {"vocab_size": vocab_size, "hidden_size": hidden_size, "bias": getattr(layer, "bias", None) is not None,
+            **_logit_transform(getattr(model, "config", None))}
+
+
+class PatchedModel:
+    """A model whose head is remote; made by ``patch``.
+
+    Training losses feed the head's open step, which the first of them opens. It ends with ``commit``, or by itself with
+    each step of an optimizer given to ``attach``.
+    """
+
+    def __init__(self, model: torch.nn.Module, head: RemoteHead, recipe: Recipe, workers: Workers, averaged_over: int):
+        self.model = model
+        self.head = head
+        self.recipe = recipe
+        self.workers = workers
+        self.averaged_over = averaged_over
+        self.step: Optional[Step] = None
+        self.last_commit: Optional[Commit] = None
+        self._owner, self._name, self._layer = _output_layer(model)
+        embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+        self._tied = embedding.weight if embedding is not None and embedding.weight is self._layer.weight else None
+        self._detachers: list = []
+        self._next_step = head.next_step()
+        self._check()
+
+    def _check(self) -> None:
+        info = self.head.info()
+        wanted = head_arguments(self.model)
+        have = {"vocab_size": info.vocab_size, "hidden_size": info.hidden_size, "bias": info.has_bias,
+                "logit_scale": info.logit_scale, "softcap": info.softcap}
+        wrong = [f"{name} is {have[name]}, the model has {value}" for name, value in wanted.items()
+                 if abs(float(have[name]) - float(value)) > 1e-6 * abs(float(value))]
+        if wrong:
+            raise ValueError(f"head {self.head.name} does not fit {type(self.model).__name__}: {'; '.join(wrong)}")
+
+    def install(self, load_weights: bool) -> None:
+        """Moves the weights into the service, where wanted, and puts the stand-in into the model."""
+        if load_weights:
+            self.head.load_weight(self._layer.weight)
+            if getattr(self._layer, "bias", None) is not None:
+                self.head.load_bias(self._layer.bias)
+        self._shape = tuple(self._layer.weight.shape)
+        self._dtype, self._device = self._layer.weight.dtype, self._layer.weight.device
+        self._has_bias = getattr(self._layer, "bias", None) is not None
+        self._layer = None  # Its parameters are freed, but for a tied weight, which the embedding needs.
+        self._stand_in = RemoteLmHead()
+        setattr(self._owner, self._name, self._stand_in)
+        self._forward = self.model.forward
+        self.model.forward = self._wrapped_forward()
+        self._getter = self.model.__dict__.get("get_output_embeddings")
+        self.model.get_output_embeddings = lambda: None  # Nothing to tie to the embedding any more.
+
+    def _wrapped_forward(self):
+        original = self._forward
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(*args, **kwargs)
+            arguments = dict(bound.arguments)
+            extra = arguments.pop("kwargs", {})
+            labels = arguments.pop("labels", None)
+            num_items = extra.pop("num_items_in_batch", arguments.pop("num_items_in_batch", None))
+            as_tuple = arguments.get("return_dict") is False
+            if "return_dict" in signature.parameters or "kwargs" in signature.parameters:
+                arguments["return_dict"] = True
+            output = original(**arguments, **extra)
+            hidden = self._stand_in.take()
+            if labels is None:
+                raise RuntimeError("lmhead: the model's head is remote, so that there are no logits: pass labels, or call "
+                                   "restore() before generating or saving")
+            output["loss"] = self.loss(hidden, labels, num_items)
+            output["logits"] = None
+            output = type(output)(**{key: value for key, value in output.items() if value is not None})
+            return output.to_tuple() if as_tuple else output
+
+        return forward
+
+    def loss(self, hidden: torch.Tensor, labels: torch.Tensor, num_items: Any = None) -> torch.Tensor:
+        """The causal loss: the mean over this call's tokens, or its sum over ``num_items``."""
+        if tuple(labels.shape) != tuple(hidden.shape[:-1]):
+            raise ValueError(f"labels has shape {tuple(labels.shape)} and the head was given hidden states of shape "
+                             f"{tuple(hidden.shape)}: all positions are wanted")
+        options: Dict[str, Any] = {"recipe": self.recipe, "shift": True, "reduction": "mean",
+                                   "num_items": None if num_items is None else float(num_items)}
+        if not torch.is_grad_enabled() or not self.model.training:
+            with torch.no_grad():
+                return self.head.loss(hidden, labels, **options)
+        if self.step is None and self.head.trainable:
+            step = self.head.step(self._next_step, self.workers)
+            step.__enter__()
+            self.step = step
+        return (self.step or self.head).loss(hidden, labels, **options)
+
+    # --- Steps --------------------------------------------------------------------------------------------------------
+
+    def commit(self, learning_rate: float, max_grad_norm: Optional[float] = None,
+               parameters: Optional[Iterable[torch.Tensor]] = None) -> Optional[Commit]:
+        """Ends the open step; before the trunk's optimizer.step(). None when there is none, as for a frozen head.
+
+        Args:
+            learning_rate: of the head.
+            max_grad_norm: clip trunk and head together by their global norm; leave the trainer's own clipping off then.
+            parameters: the trunk's, to be clipped; None: the model's.
+        """
+        if self.step is None:
+            return None
+        step = self.step
+        try:
+            self._push_tied(step)
+            report = step.prepare()
+            multiplier = report.grad_multiplier
+            if max_grad_norm is not None:
+                trunk = list(self.model.parameters() if parameters is None else parameters)
+                multiplier = clip_grad_norm(trunk, report, max_grad_norm, averaged_over=self.averaged_over).grad_multiplier
+            self.last_commit = step.commit(learning_rate, multiplier)
+        except BaseException:
+            self.abort()
+            raise
+        self.step = None
+        self._next_step += 1
+        self._pull_tied()
+        return self.last_commit
+
+    def abort(self) -> None:
+        """Throws the open step away, if there is one; the next loss opens it again."""
+        step, self.step = self.step, None
+        if step is not None and not step.committed:
+            step.abort()
+
+    def _push_tied(self, step: Step) -> None:
+        if self._tied is None or self._tied.grad is None:
+            return
+        grad, self._tied.grad = self._tied.grad, None  # Without one the trunk's optimizer leaves it alone.
+        if not self.workers.leader and self.averaged_over > 1:
+            return  # The ranks' gradients are one average already.
+        rows = grad.detach().float()
+        touched = (rows != 0).any(dim=1).nonzero().reshape(-1)
+        if touched.numel():
+            factor = self.averaged_over / step.upstream_factor()
+            step.accumulate_weight_gradient(rows[touched] * factor, touched)
+
+    def _pull_tied(self) -> None:
+        if self._tied is None:
+            return
+        with torch.no_grad():
+            self._tied.copy_(self.head.read_weight())
+
+    def attach(self, optimizer: Any, max_grad_norm: Optional[float] = None) -> None:
+        """Commits the head's step with each ``optimizer.step()``, before it, at the first group's learning rate."""
+        inner = optimizer
+        while hasattr(inner, "optimizer"):  # What a trainer wrapped around it.
+            inner = inner.optimizer
+        trunk_step = inner.step
+
+        @functools.wraps(trunk_step)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            parameters = [p for group in inner.param_groups for p in group["params"]]
+            self.commit(inner.param_groups[0]["lr"], max_grad_norm, parameters)
+            return trunk_step(*args, **kwargs)
+
+        inner.step = step
+        self._detachers.append(lambda: setattr(inner, "step", trunk_step))
+
+    def trainer_callback(self, max_grad_norm: Optional[float] = None) -> Any:
+        """A transformers.TrainerCallback that attaches to the Trainer's optimizer when training begins.
+
+        With ``max_grad_norm`` set ``TrainingArguments(max_grad_norm=0)``: the Trainer would clip the trunk alone.
+        """
+        from transformers import TrainerCallback
+
+        patched = self
+
+        class LmheadCallback(TrainerCallback):
+            """Ties the head's steps to the Trainer's."""
+
+            def on_train_begin(self, args, state, control, optimizer=None, **_):
+                patched.attach(optimizer, max_grad_norm)
+
+            def on_train_end(self, args, state, control, **_):
+                patched.detach()
+
+        return LmheadCallback()
+
+    def detach(self) -> None:
+        """Undoes ``attach``, and aborts a step that is still open."""
+        self.abort()
+        while self._detachers:
+            self._detachers.pop()()
+
+    def restore(self) -> torch.nn.Module:
+        """Takes the trained head back into the model, for generating, saving or local training; gives the model."""
+        self.detach()
+        layer = torch.nn.Linear(self._shape[1], self._shape[0], bias=self._has_bias, dtype=self._dtype,
+                                device=self._device)
+        with torch.no_grad():
+            if self._tied is not None:
+                layer.weight = self._tied
+            layer.weight.copy_(self.head.read_weight())
+            if self._has_bias:
+                layer.bias.copy_(self.head.read_bias())
+        setattr(self._owner, self._name, layer)
+        del self.model.forward
+        if self._getter is None:
+            del self.model.get_output_embeddings
+        else:
+            self.model.get_output_embeddings = self._getter
+        return self.model
+
+
+def patch(model: torch.nn.Module, head: RemoteHead, *, recipe: Recipe = Recipe(ignore_index=IGNORE_INDEX),
+          load_weights: bool = True, workers: Workers = SINGLE, averaged_over: int = 1) -> PatchedModel:
+    """Moves a causal language model's head into the service. The model's ``loss`` is then computed there.
+
+    Make the trunk's optimizer afterwards: the head's parameter is gone from the model. A tied embedding stays, since the
+    trunk needs it: its gradient joins the head's in the service, whose optimizer updates both, and its new rows are read
+    back after each commit (vocab_size x hidden_size bytes a step).
+
+    Args:
+        model: with the Hugging Face causal language models' structure (forward(labels=...), get_output_embeddings()).
+        head: as ``RemoteHead.create(address, name, **lmhead.head_arguments(model), optimizer=...)`` makes it.
+        recipe: of the loss; label smoothing of a Trainer goes here.
+        load_weights: send the model's head to the service; False when the service has it, such as after a restart.
+        workers, averaged_over: for several ranks: see distributed_workers and clip_grad_norm.
+
+    Raises:
+        ValueError: the model has no such structure, or the head differs in size, bias, logit scale or softcap.
+    """
+    patched = PatchedModel(model, head, recipe, workers, averaged_over)
+    patched.install(load_weights)
+    return patched
