@@ -1,19 +1,21 @@
 #!/usr/bin/env bash
 # Installs what the build and the checks need, by package name. Debian 12 and Ubuntu 24.04.
+# all also makes build/python, with what the tests of deploy/ need of Python's package index.
 #
 # Usage: setup.sh [build|all]     build: what `make demo` needs; all (default): also the checkers of `make test`.
 # A run with nothing missing asks no network. Without root it prints the command to run and exits 1.
 set -euo pipefail
+cd "$(dirname "$0")/.."
 
 build=(
   g++ make cmake ninja-build pkg-config git ca-certificates
   libgrpc++-dev libgrpc-dev protobuf-compiler protobuf-compiler-grpc libprotobuf-dev libabsl-dev
   libc-ares-dev libre2-dev libssl-dev zlib1g-dev
-  prometheus-cpp-dev libdnnl-dev nlohmann-json3-dev libspdlog-dev libxxhash-dev
+  prometheus-cpp-dev libdnnl-dev libgloo-dev nlohmann-json3-dev libspdlog-dev libxxhash-dev
   libgtest-dev libgmock-dev
 )
 # Version 14 of the LLVM tools by name: both systems have it, and formatting differs between versions.
-checks=(clang-format-14 clang-tidy-14 python3 python3-protobuf shellcheck curl prometheus)
+checks=(clang-format-14 clang-tidy-14 python3 python3-protobuf python3-venv shellcheck curl prometheus systemd)
 
 case "${1:-all}" in
   build) wanted=("${build[@]}") ;;
@@ -26,6 +28,19 @@ if ! command -v dpkg-query >/dev/null; then
   exit 1
 fi
 
+# A list of Python packages that has changed makes the folder anew.
+python_packages() {
+  local folder=build/python list=tests/deploy/requirements.txt
+  if cmp -s "$list" "$folder/requirements.txt"; then
+    return
+  fi
+  echo "setup: Python packages in $folder"
+  rm -rf "$folder"
+  /usr/bin/python3 -m venv "$folder"
+  "$folder/bin/pip" install -q --disable-pip-version-check -r "$list"
+  cp "$list" "$folder/requirements.txt"
+}
+
 # Virtual packages (pkg-config on Ubuntu) have no dpkg entry of their own: a provider counts.
 installed=$(dpkg-query -W -f '${db:Status-Status} ${Package} ${Provides}\n' |
   sed -n 's/^installed //p' | sed 's/([^)]*)//g' | tr ', ' '\n\n' | sort -u)
@@ -35,6 +50,7 @@ for package in "${wanted[@]}"; do
 done
 if [ ${#missing[@]} -eq 0 ]; then
   echo "setup: all ${#wanted[@]} packages are installed"
+  if [ "${1:-all}" = all ]; then python_packages; fi
   exit 0
 fi
 
@@ -54,3 +70,4 @@ apt-get install -y -q --no-install-recommends -o Dpkg::Use-Pty=0 "${missing[@]}"
 case " ${missing[*]} " in
   *" prometheus "*) ! command -v systemctl >/dev/null || systemctl disable prometheus || true ;;
 esac
+if [ "${1:-all}" = all ]; then python_packages; fi

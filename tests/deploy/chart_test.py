@@ -1,0 +1,268 @@
+"""What the chart renders: valid for Kubernetes, within policy, consistent with itself, and understood by the binary."""
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import unittest
+
+import helm_python as helm
+import kubernetes_validate
+import yaml
+
+import chart
+
+# The oldest release that the chart admits, as near as the validator has it, and the newest.
+KUBERNETES_VERSIONS = ("1.27", "1.37")
+# Kinds of operators: no schema comes with Kubernetes.
+CUSTOM_KINDS = {"ServiceMonitor", "PrometheusRule", "LeaderWorkerSet"}
+LMHEAD = os.environ.get("LMHEAD_BINARY", str(chart.ROOT / "build/bin/lmhead"))
+
+
+class EachValueSet:
+    """One class a file of ci/, below."""
+
+    path = None
+
+    def setUp(self):
+        self.objects = chart.rendered(self.path)
+
+    def test_lint(self):
+        report = helm.lint(chart.CHART, yaml.safe_load(self.path.read_text()), strict=True)
+        self.assertEqual([], [m for m in report["messages"] if m["severity"] >= 2] + report["errors"])
+
+    def test_kubernetes_schemas(self):
+        for o in self.objects:
+            if o["kind"] in CUSTOM_KINDS:
+                continue
+            for version in KUBERNETES_VERSIONS:
+                kubernetes_validate.validate(o, version, strict=True)
+
+    def test_pods_are_confined(self):
+        for _, template in chart.pod_templates(self.objects):
+            spec = template["spec"]
+            security = spec["securityContext"]
+            self.assertIs(True, security["runAsNonRoot"])
+            self.assertGreaterEqual(security["runAsUser"], 10000)
+            self.assertEqual("RuntimeDefault", security["seccompProfile"]["type"])
+            self.assertIs(False, spec["automountServiceAccountToken"])
+            for key in ("hostNetwork", "hostPID", "hostIPC", "shareProcessNamespace"):
+                self.assertNotIn(key, spec)
+            self.assertFalse([v for v in spec["volumes"] if "hostPath" in v])
+        for container in chart.containers(self.objects):
+            security = container["securityContext"]
+            self.assertIs(True, security["readOnlyRootFilesystem"])
+            self.assertIs(False, security["allowPrivilegeEscalation"])
+            self.assertEqual({"drop": ["ALL"]}, security["capabilities"])
+            self.assertNotIn("privileged", security)
+
+    def test_resources_are_bounded(self):
+        for container in chart.containers(self.objects):
+            self.assertIn("memory", container["resources"]["limits"])
+        for _, template in chart.pod_templates(self.objects):
+            for volume in template["spec"]["volumes"]:
+                if "emptyDir" in volume:
+                    self.assertIn("sizeLimit", volume["emptyDir"], volume["name"])
+
+    def test_images_are_pinned(self):
+        for container in chart.containers(self.objects):
+            self.assertRegex(container["image"], r"(:[\w][\w.-]*|@sha256:[0-9a-f]{64})$")
+            self.assertFalse(container["image"].endswith(":latest"))
+
+    def test_probes_ask_ports_that_are_there(self):
+        for container in chart.containers(self.objects):
+            ports = {port["containerPort"] for port in container["ports"]}
+            for kind, service in (("startupProbe", "readiness"), ("readinessProbe", "readiness"), ("livenessProbe", "liveness")):
+                self.assertEqual(service, container[kind]["grpc"]["service"])
+                self.assertIn(container[kind]["grpc"]["port"], ports)
+
+    def test_mounts_and_volumes_agree(self):
+        for owner, template in chart.pod_templates(self.objects):
+            spec = owner["spec"].get("leaderWorkerTemplate", owner["spec"])
+            volumes = [v["name"] for v in template["spec"]["volumes"]]
+            volumes += [c["metadata"]["name"] for c in spec.get("volumeClaimTemplates", [])]
+            mounts = [m["name"] for c in template["spec"]["containers"] for m in c["volumeMounts"]]
+            self.assertEqual(sorted(volumes), sorted(mounts))
+            self.assertIn({"name": "shm", "mountPath": "/dev/shm"}, template["spec"]["containers"][0]["volumeMounts"])
+
+    def test_selectors_and_ports_find_the_pods(self):
+        templates = [template for _, template in chart.pod_templates(self.objects)]
+        port_names = {port["name"] for c in chart.containers(self.objects) for port in c["ports"]}
+        for o in self.objects:
+            spec = o.get("spec", {})
+            selector = {"StatefulSet": lambda: spec["selector"]["matchLabels"], "Service": lambda: spec["selector"],
+                        "PodDisruptionBudget": lambda: spec["selector"]["matchLabels"],
+                        "NetworkPolicy": lambda: spec["podSelector"]["matchLabels"]}.get(o["kind"])
+            if selector:
+                for template in templates:
+                    self.assertLessEqual(selector().items(), template["metadata"]["labels"].items(), o["kind"])
+        for service in chart.of_kind(self.objects, "Service"):
+            self.assertEqual("None", service["spec"]["clusterIP"])
+            self.assertLessEqual({port["targetPort"] for port in service["spec"]["ports"]}, port_names)
+        for policy in chart.of_kind(self.objects, "NetworkPolicy"):
+            self.assertLessEqual({p["port"] for rule in policy["spec"]["ingress"] for p in rule.get("ports", [])
+                                  if isinstance(p["port"], str)}, port_names)
+        for monitor in chart.of_kind(self.objects, "ServiceMonitor"):
+            service = chart.of_kind(self.objects, "Service")[0]
+            self.assertLessEqual(monitor["spec"]["selector"]["matchLabels"].items(), service["metadata"]["labels"].items())
+            self.assertLessEqual({e["port"] for e in monitor["spec"]["endpoints"]},
+                                 {port["name"] for port in service["spec"]["ports"]})
+
+    def test_names_fit_and_objects_are_in_the_release_s_namespace(self):
+        names = [(o["kind"], o["metadata"]["name"]) for o in self.objects]
+        self.assertEqual(len(names), len(set(names)))
+        for o in self.objects:
+            self.assertEqual("training", o["metadata"]["namespace"])
+            self.assertLessEqual(len(o["metadata"]["name"]), 63)
+            self.assertEqual("lmhead", o["metadata"]["labels"]["app.kubernetes.io/instance"])
+        for _, template in chart.pod_templates(self.objects):
+            for value in template["metadata"]["labels"].values():
+                self.assertLessEqual(len(value), 63)
+
+    def test_the_pod_outlives_its_drain(self):
+        for _, template in chart.pod_templates(self.objects):
+            for container in template["spec"]["containers"]:
+                drain = [a for a in container["args"] if re.match(r"--(shutdown|drain)_timeout_seconds=", a)]
+                self.assertEqual(1, len(drain))
+                self.assertLessEqual(int(drain[0].split("=")[1]) + 15, template["spec"]["terminationGracePeriodSeconds"])
+
+
+for value_set in chart.VALUE_SETS:
+    name = "ValueSet_" + value_set.stem.replace("-", "_")
+    globals()[name] = type(name, (EachValueSet, unittest.TestCase), {"path": value_set})
+
+
+class Flags(unittest.TestCase):
+    """A pod that is given a flag which the binary does not know would never start."""
+
+    @classmethod
+    def setUpClass(cls):
+        cls.known = {}
+
+    def flags_of(self, command):
+        if command not in self.known:
+            text = subprocess.run([LMHEAD, command, "--help"], check=True, capture_output=True, text=True).stdout
+            self.known[command] = set(re.findall(r"^  --(\w+)  \(default: ", text, re.M))
+            self.assertTrue(self.known[command], f"lmhead {command} --help lists no flags: {text}")
+        return self.known[command]
+
+    def check(self, arguments):
+        command, *flags = arguments
+        for flag in flags:
+            if flag == "$LMHEAD_FLAGS":
+                continue
+            match = re.match(r"--(\w+)=", flag)
+            self.assertTrue(match, f"{flag} has not the form --name=value")
+            self.assertIn(match[1], self.flags_of(command), f"lmhead {command} has no such flag")
+
+    def test_of_every_value_set(self):
+        for path in chart.VALUE_SETS:
+            with self.subTest(path.stem):
+                for container in chart.containers(chart.rendered(path)):
+                    self.check(container["args"])
+
+    def test_of_the_unit_the_images_and_compose(self):
+        unit = (chart.ROOT / "deploy/systemd/lmhead.service").read_text()
+        start = re.search(r"^ExecStart=\S*/lmhead ((?:.*\\\n)*.*)$", unit, re.M)[1].replace("\\\n", " ")
+        self.check(start.split())
+        for name in ("Dockerfile", "Dockerfile.cpu"):
+            text = (chart.ROOT / "docker" / name).read_text()
+            for words in re.findall(r'(?:CMD) \[(?:"lmhead", )?(.*)\]', text):
+                self.check([word.strip('" ') for word in words.split(",")])
+        services = yaml.safe_load((chart.ROOT / "docker/compose.yaml").read_text())["services"]
+        for service in services.values():
+            if service["image"].startswith("lmhead:"):
+                self.check(service["command"])
+
+
+class Values(unittest.TestCase):
+    def test_there_are_enough_sets(self):
+        self.assertGreaterEqual(len(chart.VALUE_SETS), 6)
+
+    def refused(self, values, word):
+        with self.assertRaises(helm.HelmError) as raised:
+            chart.render(values)
+        self.assertIn(word, str(raised.exception))
+
+    def test_typing_errors_are_refused(self):
+        self.refused({"replica": 2}, "replica")
+        self.refused({"gpu": {"count": "two"}}, "count")
+        self.refused({"image": {"tag": "latest"}}, "tag")
+        self.refused({"image": {"digest": "sha256:abc"}}, "digest")
+        self.refused({"resources": {"limits": None}}, "limits")
+        self.refused({"flags": {"batchTokens": 1}}, "batchTokens")
+
+    def test_flags_that_the_chart_owns_are_refused(self):
+        self.refused({"flags": {"listen": "0.0.0.0:1"}}, "invalid propertyName 'listen'")
+
+    def test_a_pod_that_would_be_killed_in_its_drain_is_refused(self):
+        self.refused({"drainTimeoutSeconds": 300}, "terminationGracePeriodSeconds: got 120, wanted at least 315")
+
+    def test_large_numbers_are_not_written_as_powers(self):
+        objects = chart.render({"flags": {"chunk_bytes_max": 8388608, "memory_limit_bytes": 137438953472, "write_timeout_seconds": 2.5,
+                                          "reflection": True}})
+        arguments = next(chart.containers(objects))["args"]
+        for flag in ("--chunk_bytes_max=8388608", "--memory_limit_bytes=137438953472", "--write_timeout_seconds=2.5",
+                     "--reflection=true"):
+            self.assertIn(flag, arguments)
+
+    def test_a_gpu_is_asked_for_and_tolerated_only_when_there_is_one(self):
+        pod = chart.of_kind(chart.render({"gpu": {"count": 4}}), "StatefulSet")[0]["spec"]["template"]["spec"]
+        self.assertEqual(4, pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"])
+        self.assertIn("--backend=cuda", pod["containers"][0]["args"])
+        self.assertEqual("nvidia.com/gpu", pod["tolerations"][0]["key"])
+        pod = chart.of_kind(chart.render({"gpu": {"count": 0}}), "StatefulSet")[0]["spec"]["template"]["spec"]
+        self.assertNotIn("nvidia.com/gpu", pod["containers"][0]["resources"]["limits"])
+        self.assertIn("--backend=cpu", pod["containers"][0]["args"])
+        self.assertNotIn("tolerations", pod)
+
+    def test_names_are_stable(self):
+        """A trainer has the pod's name in its settings, so neither a version nor another value may change it."""
+        first = chart.of_kind(chart.render({}, name="prod"), "StatefulSet")[0]
+        other = chart.of_kind(chart.render({"image": {"tag": "9.9.9"}, "flags": {"staging_slots": 32}}, name="prod"), "StatefulSet")[0]
+        for o in (first, other):
+            self.assertEqual("prod-lmhead", o["metadata"]["name"])
+            self.assertEqual("prod-lmhead", o["spec"]["serviceName"])
+        self.assertEqual(first["spec"]["selector"], other["spec"]["selector"])
+
+    def test_the_version_is_the_project_s(self):
+        cmake = (chart.ROOT / "CMakeLists.txt").read_text()
+        metadata = yaml.safe_load((chart.CHART / "Chart.yaml").read_text())
+        self.assertEqual(re.search(r"project\(lmhead VERSION ([\d.]+)", cmake)[1], metadata["appVersion"])
+
+    def test_runbooks_can_be_links(self):
+        objects = chart.render({"prometheusRule": {"enabled": True, "runbookBase": "https://git.example/x/"}})
+        rules = [r for g in chart.of_kind(objects, "PrometheusRule")[0]["spec"]["groups"] for r in g["rules"] if "alert" in r]
+        for rule in rules:
+            self.assertRegex(rule["annotations"]["runbook_url"], r"^https://git\.example/x/docs/OPERATING\.md#\w+$")
+
+
+class PlainManifests(unittest.TestCase):
+    def run_it(self, *arguments):
+        return subprocess.run([sys.executable, chart.ROOT / "deploy/manifests.py", *map(str, arguments)], capture_output=True, text=True)
+
+    def test_they_are_what_helm_renders(self):
+        path = chart.CHART / "ci/monitored.yaml"
+        result = self.run_it("-f", path, "--namespace", "training")
+        self.assertEqual(0, result.returncode, result.stderr)
+        self.assertEqual(chart.rendered(path), [d for d in yaml.safe_load_all(result.stdout) if d])
+
+    def test_later_values_win(self):
+        result = self.run_it("-f", chart.CHART / "ci/cpu.yaml", "-f", chart.CHART / "ci/foreign-account.yaml")
+        self.assertEqual(0, result.returncode, result.stderr)
+        container = next(chart.containers([d for d in yaml.safe_load_all(result.stdout) if d]))
+        self.assertIn("--backend=cpu", container["args"])
+        self.assertIn("--listen=0.0.0.0:8443", container["args"])
+
+    def test_refused_values_say_so(self):
+        with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+            file.write("replica: 2\n")
+            file.flush()
+            result = self.run_it("-f", file.name)
+        self.assertEqual(1, result.returncode)
+        self.assertIn("replica", result.stderr)
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,146 @@
+"""A real server under load that a real Prometheus scrapes, on free ports of the loopback.
+
+    with Stack() as stack:
+        stack.query("lmhead_tokens_total")
+"""
+
+import json
+import math
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+
+import chart
+
+LMHEAD = os.environ.get("LMHEAD_BINARY", str(chart.ROOT / "build/bin/lmhead"))
+RULES = chart.ROOT / "deploy/prometheus/rules.yaml"
+# As Kubernetes would label the series.
+LABELS = {"namespace": "training", "pod": "lmhead-0"}
+START_SECONDS = 30
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def wait_for(what, ready, seconds=START_SECONDS):
+    end = time.time() + seconds
+    while time.time() < end:
+        result = ready()
+        if result:
+            return result
+        time.sleep(0.1)
+    raise TimeoutError(f"{what}: not within {seconds} s")
+
+
+class Stack:
+    """Programs are ended in the opposite order of their start."""
+
+    def __init__(self):
+        self.folder = tempfile.TemporaryDirectory(prefix="lmhead-stack-")
+        self.programs = []
+        self.end = None  # Of the load: queries look at that moment, however much later they are asked.
+
+    def __enter__(self):
+        try:
+            self.server = self.start_server()
+            self.prometheus = self.start_prometheus()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_):
+        for program in reversed(self.programs):
+            if program.poll() is None:
+                program.send_signal(signal.SIGTERM)
+                try:
+                    program.wait(timeout=20)
+                except subprocess.TimeoutExpired:
+                    program.kill()
+                    program.wait()
+        self.folder.cleanup()
+
+    def path(self, name):
+        return pathlib.Path(self.folder.name, name)
+
+    def start(self, arguments, log):
+        with self.path(log).open("w") as output:
+            program = subprocess.Popen(arguments, stdout=output, stderr=subprocess.STDOUT, cwd=self.folder.name,
+                                       env=dict(os.environ, OMP_WAIT_POLICY="PASSIVE"))
+        self.programs.append(program)
+        return program
+
+    def start_server(self):
+        ready = self.path("ready.json")
+        program = self.start([LMHEAD, "serve", "--listen=127.0.0.1:0", "--metrics_listen=127.0.0.1:0", "--backend=cpu",
+                              f"--ready_file={ready}"], "server.log")
+
+        def address():
+            if program.poll() is not None:
+                raise RuntimeError("lmhead serve ended: " + self.path("server.log").read_text())
+            return json.loads(ready.read_text()) if ready.exists() else None
+
+        return wait_for("lmhead serve", address)
+
+    def start_prometheus(self):
+        config = {"global": {"scrape_interval": "1s", "evaluation_interval": "1s"}, "rule_files": [str(RULES)],
+                  "scrape_configs": [{"job_name": "lmhead", "static_configs": [
+                      {"targets": [self.server["metrics_address"]], "labels": LABELS}]}]}
+        self.path("prometheus.json").write_text(json.dumps(config))  # JSON is YAML.
+        address = f"127.0.0.1:{free_port()}"
+        self.start(["prometheus", f"--config.file={self.path('prometheus.json')}", f"--storage.tsdb.path={self.path('data')}",
+                    f"--web.listen-address={address}"], "prometheus.log")
+
+        def is_ready():
+            try:
+                with urllib.request.urlopen(f"http://{address}/-/ready", timeout=1) as answer:
+                    return answer.status == 200
+            except OSError:
+                return False
+
+        wait_for("prometheus", is_ready)
+        return address
+
+    def load(self, seconds):
+        """A trainer for at least so long; each run is a head of its own that is trained and deleted."""
+        end = time.time() + seconds
+        while time.time() < end:
+            program = self.start([LMHEAD, "demo", f"--address={self.server['address']}", "--steps=60"], "demo.log")
+            program.wait(timeout=120)
+            # 1: the model did not get as good as the demo wants it, after so few steps; its work was done all the same.
+            if program.returncode not in (0, 1):
+                raise RuntimeError(f"lmhead demo: status {program.returncode}: " + self.path("demo.log").read_text())
+        self.end = time.time()
+
+    def get(self, call, **arguments):
+        url = f"http://{self.prometheus}/api/v1/{call}?{urllib.parse.urlencode(arguments)}"
+        try:
+            with urllib.request.urlopen(url, timeout=10) as answer:
+                return json.load(answer)["data"]
+        except urllib.error.HTTPError as error:
+            with error:
+                raise RuntimeError(f"{arguments}: {error.read().decode()}") from None
+
+    def query(self, expression):
+        """[(labels, value)] at the end of the load, without what is not a number."""
+        result = self.get("query", query=expression, time=self.end)["result"]
+        return [(r["metric"], float(r["value"][1])) for r in result if math.isfinite(float(r["value"][1]))]
+
+    def query_range(self, expression, seconds, step=1):
+        """[(labels, [(time, value)])] over the last so many seconds of the load, without what is not a number."""
+        result = self.get("query_range", query=expression, start=self.end - seconds, end=self.end, step=step)["result"]
+        series = [(r["metric"], [(float(t), float(v)) for t, v in r["values"] if math.isfinite(float(v))]) for r in result]
+        return [(labels, values) for labels, values in series if values]
+
+    def metric_names(self):
+        return set(self.get("label/__name__/values"))
