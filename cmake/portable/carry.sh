@@ -10,7 +10,7 @@ max_glibc=2.36
 max_bytes=$((60 << 20))
 # Sonames of glibc, and of GCC's runtime, which every system with a C++ program has.
 system='^(ld-linux-.*|lib(c|m|dl|rt|pthread|resolv|gcc_s|stdc\+\+)\.so\.[0-9]+)$'
-carried='^lib(dnnl|OpenCL|gomp|prometheus-cpp-(core|pull)|civetweb(-cpp)?|z)\.so\.[0-9.]+$'
+carried='^lib(dnnl|OpenCL|gomp|gloo|hiredis|ibverbs|nl-3|nl-route-3|prometheus-cpp-(core|pull)|civetweb(-cpp)?|z)\.so\.[0-9.]+$'
 
 needed() { readelf -d "$1" | sed -n 's/.*(NEEDED).*\[\(.*\)\]/\1/p'; }
 

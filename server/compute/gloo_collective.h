@@ -25,7 +25,8 @@ struct GlooOptions {
 };
 
 // One rank's end of a group, not connected yet. Holds size x 256 KiB of host memory for sums.
-// UNAVAILABLE when `host` is not an address of this machine.
+// UNAVAILABLE when `host` is not an address of this machine. Makes the process ignore SIGPIPE
+// unless it handles it.
 absl::StatusOr<std::unique_ptr<Collective>> CreateGlooCollective(int32_t rank, int32_t size,
                                                                  const GlooOptions& options);
 

@@ -34,8 +34,6 @@ class RankPool {
     // False: every rank reads the hidden states of a batch from host memory. True: rank 0 does, and
     // broadcasts them; needed when a rank is in another process.
     bool broadcast_hidden_states = false;
-    // How long ranks may take to connect.
-    absl::Duration connect_timeout = absl::Seconds(30);
   };
 
   // Ranks 0 to n-1, at least two.
@@ -48,25 +46,29 @@ class RankPool {
   Rank& rank(int32_t rank) { return *ranks_[rank]; }
   bool broadcast_hidden_states() const { return options_.broadcast_hidden_states; }
 
-  // Connects the ranks unless they are. Waits, at most a little longer than the connect timeout.
-  // Otherwise UNAVAILABLE naming a rank that is missing or did not come.
+  // Connects the ranks unless they are, and waits for it, as long as their collectives' timeout.
+  // Otherwise UNAVAILABLE naming a rank that is away or did not come.
   absl::Status Connect();
 
   // Whether the ranks are connected, and how often they have been.
   bool connected() const;
   uint64_t generation() const;
 
-  // Ends the group on all ranks, unless it has ended; the first reason stays, naming `rank`. Any
-  // thread; does not block.
-  void Fail(int32_t rank, const absl::Status& error);
+  // Ends the group of that generation on all ranks, unless it has ended; the first reason stays,
+  // naming `rank`. Any thread; does not wait for anything.
+  void Fail(uint64_t generation, int32_t rank, const absl::Status& error);
 
   // Why the last group ended; OK while one stands or none has been.
   absl::Status failure() const;
 
+  // Where the ranks of the try under way find each other, for ranks elsewhere; null when that
+  // generation is not being connected.
+  std::shared_ptr<InProcessStore> store(uint64_t generation) const;
+
   HeadId NextHeadId();
 
  private:
-  absl::Status ConnectRanks(uint64_t generation, InProcessStore* store);
+  absl::Status CheckPresent() const;
 
   const std::vector<std::unique_ptr<Rank>> ranks_;
   const Options options_;

@@ -12,8 +12,10 @@
 //   * ReadRows, WriteRows: each range is cut by ShardRange(); a rank gets rows of its own range
 //   alone.
 //   * AddGradRows: every rank gets all rows and leaves out those of the others.
-// A rank that fails ends the collective for all (RankPool::Fail), so that none waits for it; the
-// call's error names it.
+// A rank that fails in a batch ends the collective for all (RankPool::Fail), so that none waits for
+// it; the error of the batches under way names it. The next call connects the ranks anew. What
+// nothing mends (an update that some ranks did and others did not, a shard that went with its
+// follower) is answered, ABORTED, by every call that follows.
 
 #ifndef LMHEAD_SERVER_COMPUTE_SHARD_GROUP_H_
 #define LMHEAD_SERVER_COMPUTE_SHARD_GROUP_H_
@@ -28,6 +30,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "proto/types/head_spec.h"
+#include "proto/types/vocab_range.h"
 #include "server/compute/backend.h"
 #include "server/compute/rank_pool.h"
 #include "server/memory/memory_plan.h"
@@ -55,18 +58,25 @@ class ShardGroup final : public ComputeBackend {
   void set_num_updates(int64_t num_updates) override;
 
  private:
-  struct Batch;  // One under way.
+  struct Batch;     // One under way.
+  struct UnderWay;  // How many there are.
   using RankCall = absl::FunctionRef<void(Rank& rank, int32_t index, Rank::Done done)>;
 
   ShardGroup(RankPool* pool, const HeadSpec& spec);
 
-  // OK while the shards of all ranks are there; what was lost otherwise, for good.
+  // OK while the shards of all ranks are there; ABORTED, for good, when one was lost.
   absl::Status CheckShards();
+
+  // CheckShards(), connected, and no gradients left from before a failure. UNAVAILABLE while a
+  // follower is away.
+  absl::Status GetReady();
 
   // Makes the call on every rank and waits for all. The error of the lowest rank that failed,
   // named.
   absl::Status OnAllRanks(RankCall call);
-  absl::Status NameRank(int32_t rank, const absl::Status& error) const;
+  absl::Status OnRowsOf(int64_t row_start, int64_t num_rows,
+                        absl::FunctionRef<void(Rank& rank, VocabRange rows, Rank::Done done)> call);
+  void AwaitBatches();
   void FinishRank(const std::shared_ptr<Batch>& batch, int32_t rank,
                   absl::StatusOr<BatchOutput> output);
 
@@ -75,7 +85,9 @@ class ShardGroup final : public ComputeBackend {
   const HeadId id_;
   std::vector<uint64_t> sessions_;  // Of the ranks when they made their shards.
   absl::Status broken_;             // First failure that nothing mends.
+  bool discard_pending_ = false;    // A follower was away when gradients were discarded.
   int64_t num_updates_ = 0;
+  const std::shared_ptr<UnderWay> under_way_;  // Batches; the last of them may outlive the group.
 };
 
 }  // namespace lmhead

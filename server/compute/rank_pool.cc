@@ -1,0 +1,98 @@
+#include "server/compute/rank_pool.h"
+
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/synchronization/blocking_counter.h"
+#include "proto/types/check.h"
+
+namespace lmhead {
+
+RankPool::RankPool(std::vector<std::unique_ptr<Rank>> ranks, const Options& options)
+    : ranks_(std::move(ranks)), options_(options) {
+  LMHEAD_CHECK(ranks_.size() >= 2, absl::StrCat("got ", ranks_.size(), " ranks"));
+}
+
+RankPool::~RankPool() { Fail(generation(), 0, absl::CancelledError("the server ends")); }
+
+absl::Status RankPool::CheckPresent() const {
+  for (int32_t rank = 0; rank < num_ranks(); ++rank) {
+    if (ranks_[rank]->session() == 0) {
+      const absl::Status reason = failure();
+      return absl::UnavailableError(
+          absl::StrCat("rank ", rank, " is away", reason.ok() ? "" : " since the last failure: ",
+                       reason.message(), "; it has to be started (lmhead follow) or continued"));
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status RankPool::Connect() {
+  absl::MutexLock connect(&connect_mu_);
+  if (connected()) return absl::OkStatus();
+  if (absl::Status status = CheckPresent(); !status.ok()) return status;
+  uint64_t generation = 0;
+  auto store = std::make_shared<InProcessStore>();
+  {
+    absl::MutexLock lock(&mu_);
+    generation = ++generation_;
+    store_ = store;
+    failure_ = absl::OkStatus();
+  }
+  absl::BlockingCounter pending(num_ranks());
+  for (int32_t rank = 0; rank < num_ranks(); ++rank) {
+    ranks_[rank]->Connect(generation, store.get(),
+                          [this, generation, rank, &pending](const absl::Status& status) {
+                            if (!status.ok()) Fail(generation, rank, status);
+                            pending.DecrementCount();
+                          });
+  }
+  pending.Wait();
+  absl::MutexLock lock(&mu_);
+  store_ = nullptr;
+  connected_ = failure_.ok();
+  if (connected_) return absl::OkStatus();
+  return absl::UnavailableError(
+      absl::StrCat("the ranks could not be connected: ", failure_.message()));
+}
+
+bool RankPool::connected() const {
+  absl::MutexLock lock(&mu_);
+  return connected_;
+}
+
+uint64_t RankPool::generation() const {
+  absl::MutexLock lock(&mu_);
+  return generation_;
+}
+
+absl::Status RankPool::failure() const {
+  absl::MutexLock lock(&mu_);
+  return failure_;
+}
+
+std::shared_ptr<InProcessStore> RankPool::store(uint64_t generation) const {
+  absl::MutexLock lock(&mu_);
+  return generation == generation_ ? store_ : nullptr;
+}
+
+void RankPool::Fail(uint64_t generation, int32_t rank, const absl::Status& error) {
+  const absl::Status named(error.code(), absl::StrCat("rank ", rank, ": ", error.message()));
+  std::shared_ptr<InProcessStore> store;
+  {
+    absl::MutexLock lock(&mu_);
+    if (generation != generation_ || !failure_.ok() || (!connected_ && store_ == nullptr)) return;
+    connected_ = false;
+    failure_ = named;
+    store = store_;
+  }
+  if (store != nullptr) store->Close(named);
+  for (const std::unique_ptr<Rank>& each : ranks_) each->Abort(named);
+}
+
+HeadId RankPool::NextHeadId() {
+  absl::MutexLock lock(&mu_);
+  return ++last_head_id_;
+}
+
+}  // namespace lmhead
