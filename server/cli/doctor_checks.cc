@@ -1,0 +1,436 @@
+#include "server/cli/doctor_checks.h"
+
+#include <dlfcn.h>
+#include <netdb.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/statvfs.h>
+#include <sys/timex.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <fstream>
+#include <initializer_list>
+#include <memory>
+#include <sstream>
+#include <utility>
+
+#include "absl/status/statusor.h"
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
+#include "proto/types/limits.h"
+#include "server/memory/system_memory.h"
+#include "server/security/certificate.h"
+#include "server/security/policy.h"
+#include "server/security/tokens.h"
+
+namespace lmhead {
+namespace {
+
+constexpr int64_t kGiB = 1024 * kMiB;
+constexpr int64_t kSharedMemoryWantedBytes = kGiB;  // Of NCCL among the GPUs of a host.
+constexpr rlim_t kOpenFilesWanted = 4096;
+constexpr int64_t kCheckpointFreeWantedBytes = 10 * kGiB;
+constexpr absl::Duration kExpiryWarning = absl::Hours(14 * 24);
+
+void Add(Findings* findings, std::string check, Severity severity, std::string what,
+         std::string mend = "") {
+  findings->push_back({std::move(check), severity, std::move(what), std::move(mend)});
+}
+
+std::string GiB(int64_t bytes) {
+  return absl::StrFormat("%.1f GiB", static_cast<double>(bytes) / static_cast<double>(kGiB));
+}
+
+// A library that is opened by name, as the service does itself.
+class Library {
+ public:
+  explicit Library(std::initializer_list<const char*> names) {
+    for (const char* name : names) {
+      if (handle_ == nullptr) handle_ = dlopen(name, RTLD_NOW | RTLD_LOCAL);
+    }
+  }
+  ~Library() {
+    if (handle_ != nullptr) dlclose(handle_);
+  }
+  Library(const Library&) = delete;
+  Library& operator=(const Library&) = delete;
+
+  bool is_open() const { return handle_ != nullptr; }
+
+  template <typename Function>
+  Function* Get(const char* name) const {
+    return handle_ == nullptr ? nullptr : reinterpret_cast<Function*>(dlsym(handle_, name));
+  }
+
+ private:
+  void* handle_ = nullptr;
+};
+
+// --- GPU ---
+
+// What is used of NVML (libnvidia-ml.so.1), whose interface does not change.
+struct NvmlMemory {
+  unsigned long long total, free, used;
+};
+constexpr unsigned int kNvmlTextBytes = 96;
+
+void AddDevice(const Library& nvml, unsigned int index, Findings* findings) {
+  void* device = nullptr;
+  auto* const by_index = nvml.Get<int(unsigned int, void**)>("nvmlDeviceGetHandleByIndex_v2");
+  auto* const get_name = nvml.Get<int(void*, char*, unsigned int)>("nvmlDeviceGetName");
+  auto* const get_memory = nvml.Get<int(void*, NvmlMemory*)>("nvmlDeviceGetMemoryInfo");
+  char name[kNvmlTextBytes] = "";
+  NvmlMemory memory = {};
+  const std::string check = absl::StrCat("gpu ", index);
+  if (by_index == nullptr || get_name == nullptr || get_memory == nullptr ||
+      by_index(index, &device) != 0 || get_name(device, name, sizeof(name)) != 0 ||
+      get_memory(device, &memory) != 0) {
+    return Add(findings, check, Severity::kFail, "the driver does not answer for it",
+               "look at `nvidia-smi` and the kernel's log; a reset of the GPU may be needed");
+  }
+  const auto total = static_cast<int64_t>(memory.total);
+  const auto used = static_cast<int64_t>(memory.used);
+  const std::string what = absl::StrCat(name, ", ", GiB(total), ", ", GiB(used), " in use");
+  if (used > total / 10) {
+    return Add(findings, check, Severity::kWarn, what,
+               "another process holds memory of this GPU; the service takes 80% of it all unless "
+               "--memory_limit_bytes says less");
+  }
+  Add(findings, check, Severity::kOk, what);
+}
+
+std::string VersionOf(int number, int major_factor, int minor_factor) {
+  return absl::StrCat(number / major_factor, ".", number % major_factor / minor_factor, ".",
+                      number % minor_factor);
+}
+
+void CheckCudaLibraries(int num_gpus, Findings* findings) {
+  const Library cublas({"libcublasLt.so.13", "/usr/local/cuda/lib64/libcublasLt.so.13",
+                        "libcublasLt.so.12", "/usr/local/cuda/lib64/libcublasLt.so.12"});
+  if (auto* const version = cublas.Get<size_t()>("cublasLtGetVersion"); version != nullptr) {
+    Add(findings, "cublasLt", Severity::kOk,
+        VersionOf(static_cast<int>(version()), version() >= 100000 ? 10000 : 1000, 100));
+  } else {
+    Add(findings, "cublasLt", Severity::kFail, "libcublasLt.so.13 or .12 was not found",
+        "install the CUDA runtime libraries, or add their folder to LD_LIBRARY_PATH");
+  }
+  const Library nccl({"libnccl.so.2"});
+  int number = 0;
+  if (auto* const version = nccl.Get<int(int*)>("ncclGetVersion");
+      version != nullptr && version(&number) == 0) {
+    return Add(findings, "nccl", Severity::kOk, VersionOf(number, 10000, 100));
+  }
+  Add(findings, "nccl", num_gpus > 1 ? Severity::kWarn : Severity::kOk,
+      "libnccl.so.2 was not found",
+      num_gpus > 1 ? "install libnccl2 to split a head over the GPUs" : "");
+}
+
+}  // namespace
+
+int CheckGpu(const std::string& backend, Findings* findings) {
+  const Library nvml({"libnvidia-ml.so.1"});
+  auto* const init = nvml.Get<int()>("nvmlInit_v2");
+  const int error = init == nullptr ? -1 : init();
+  if (error != 0) {
+    const std::string what =
+        nvml.is_open() ? absl::StrCat("the NVIDIA driver does not start (NVML error ", error, ")")
+                       : std::string("no NVIDIA driver: heads compute on the CPU");
+    const bool wanted = backend == "cuda";
+    Add(findings, "gpu",
+        wanted ? Severity::kFail : (nvml.is_open() ? Severity::kWarn : Severity::kOk), what,
+        wanted || nvml.is_open()
+            ? "install the driver of the host; in a container, use NVIDIA's runtime and ask for "
+              "nvidia.com/gpu"
+            : "");
+    return 0;
+  }
+  char driver[kNvmlTextBytes] = "unknown";
+  if (auto* const get = nvml.Get<int(char*, unsigned int)>("nvmlSystemGetDriverVersion")) {
+    get(driver, sizeof(driver));
+  }
+  int cuda = 0;
+  if (auto* const get = nvml.Get<int(int*)>("nvmlSystemGetCudaDriverVersion_v2")) get(&cuda);
+  unsigned int count = 0;
+  if (auto* const get = nvml.Get<int(unsigned int*)>("nvmlDeviceGetCount_v2")) get(&count);
+  Add(findings, "driver", Severity::kOk,
+      absl::StrCat(driver, ", CUDA ", cuda / 1000, ".", cuda % 1000 / 10));
+  if (count == 0) {
+    Add(findings, "gpu", backend == "cuda" ? Severity::kFail : Severity::kWarn,
+        "the driver runs, but shows no GPU", "give the container or the job a GPU");
+  }
+  for (unsigned int i = 0; i < count; ++i) AddDevice(nvml, i, findings);
+  if (count > 0) CheckCudaLibraries(static_cast<int>(count), findings);
+  if (auto* const shut_down = nvml.Get<int()>("nvmlShutdown")) shut_down();
+  return static_cast<int>(count);
+}
+
+// --- Ports ---
+
+void CheckPort(const std::string& flag, const std::string& address, Findings* findings) {
+  if (address.empty()) return;
+  const std::string check = absl::StrCat("port --", flag);
+  if (absl::StartsWith(address, "unix:")) {
+    const std::string path = address.substr(strlen("unix:"));
+    const std::string folder = path.find('/') == std::string::npos
+                                   ? "."
+                                   : path.substr(0, std::max<size_t>(1, path.rfind('/')));
+    if (access(folder.c_str(), W_OK) == 0) return Add(findings, check, Severity::kOk, address);
+    return Add(findings, check, Severity::kFail, absl::StrCat(folder, ": ", strerror(errno)),
+               "make the folder of the socket, writable for the user that serves");
+  }
+  const size_t colon = address.rfind(':');
+  if (colon == std::string::npos) {
+    return Add(findings, check, Severity::kFail, absl::StrCat("'", address, "' has no port"),
+               "give host:port");
+  }
+  std::string host = address.substr(0, colon);
+  if (host.size() >= 2 && host.front() == '[') host = host.substr(1, host.size() - 2);
+  addrinfo hints = {};
+  hints.ai_socktype = SOCK_STREAM;
+  hints.ai_flags = AI_PASSIVE;
+  addrinfo* found = nullptr;
+  const int error = getaddrinfo(host.empty() ? nullptr : host.c_str(),
+                                address.substr(colon + 1).c_str(), &hints, &found);
+  if (error != 0) {
+    return Add(findings, check, Severity::kFail, absl::StrCat(address, ": ", gai_strerror(error)),
+               "give an address of this machine, or 0.0.0.0");
+  }
+  const int fd = socket(found->ai_family, SOCK_STREAM, 0);
+  const int on = 1;
+  setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
+  const bool bound = bind(fd, found->ai_addr, found->ai_addrlen) == 0 && listen(fd, 1) == 0;
+  const std::string reason = strerror(errno);
+  close(fd);
+  freeaddrinfo(found);
+  if (bound) return Add(findings, check, Severity::kOk, absl::StrCat(address, " is free"));
+  Add(findings, check, Severity::kFail, absl::StrCat(address, ": ", reason),
+      absl::StrCat("end what listens there (`ss -ltnp`), or choose another --", flag));
+}
+
+// --- Limits of the system ---
+
+namespace {
+
+void CheckSharedMemory(int num_gpus, Findings* findings) {
+  struct statvfs shm = {};
+  if (statvfs("/dev/shm", &shm) != 0) {
+    return Add(findings, "/dev/shm", num_gpus > 1 ? Severity::kFail : Severity::kWarn,
+               strerror(errno), "mount a tmpfs there");
+  }
+  const auto size = static_cast<int64_t>(shm.f_blocks) * static_cast<int64_t>(shm.f_frsize);
+  const std::string what = absl::StrCat(GiB(size), " in size");
+  if (size >= kSharedMemoryWantedBytes || num_gpus < 2) {
+    return Add(findings, "/dev/shm", Severity::kOk, what);
+  }
+  Add(findings, "/dev/shm", Severity::kWarn, what,
+      "NCCL wants 1 GiB or more among several GPUs: in Kubernetes an emptyDir with medium Memory, "
+      "in Docker --shm-size=8g");
+}
+
+std::string LimitText(rlim_t limit) {
+  return limit == RLIM_INFINITY ? "unlimited" : absl::StrCat(limit);
+}
+
+}  // namespace
+
+void CheckLimits(int num_gpus, Findings* findings) {
+  CheckSharedMemory(num_gpus, findings);
+  rlimit limit = {};
+  getrlimit(RLIMIT_MEMLOCK, &limit);
+  const bool low = limit.rlim_cur != RLIM_INFINITY && num_gpus > 1;
+  Add(findings, "memlock", low ? Severity::kWarn : Severity::kOk,
+      absl::StrCat(LimitText(limit.rlim_cur), " bytes may be locked"),
+      low ? "NCCL over InfiniBand locks memory: `ulimit -l unlimited`, LimitMEMLOCK=infinity in "
+            "systemd"
+          : "");
+  getrlimit(RLIMIT_NOFILE, &limit);
+  const bool few = limit.rlim_cur < kOpenFilesWanted;
+  Add(findings, "nofile", few ? Severity::kWarn : Severity::kOk,
+      absl::StrCat(LimitText(limit.rlim_cur), " files may be open"),
+      few ? absl::StrCat("each connection takes one: `ulimit -n ", kOpenFilesWanted,
+                         "` or more, LimitNOFILE in systemd")
+          : "");
+}
+
+void CheckClock(Findings* findings) {
+  const absl::Time now = absl::Now();
+  const std::string shown = absl::FormatTime(absl::RFC3339_sec, now, absl::UTCTimeZone());
+  struct stat binary = {};
+  if (stat("/proc/self/exe", &binary) == 0 &&
+      now < absl::FromTimespec(binary.st_mtim) - absl::Hours(24)) {
+    return Add(findings, "clock", Severity::kFail,
+               absl::StrCat("it is ", shown, ", before this program was made"),
+               "set the clock: certificates are judged by it");
+  }
+  timex state = {};  // Asks only.
+  const int answer = adjtimex(&state);
+  if (answer == TIME_ERROR && (state.status & STA_UNSYNC) != 0) {
+    return Add(findings, "clock", Severity::kWarn,
+               absl::StrCat(shown, "; the kernel does not know it to be synchronised"),
+               "run chrony or systemd-timesyncd on the host; certificates and metrics go by it");
+  }
+  Add(findings, "clock", Severity::kOk, shown);
+}
+
+void CheckMemory(int num_gpus, int64_t memory_limit_bytes, Findings* findings) {
+  const absl::StatusOr<int64_t> bytes = ReadSystemMemoryBytes();
+  if (!bytes.ok()) {
+    return Add(findings, "memory", Severity::kWarn, std::string(bytes.status().message()),
+               "give --memory_limit_bytes");
+  }
+  const std::string what = absl::StrCat(GiB(*bytes), " for this machine or container");
+  if (num_gpus == 0 && memory_limit_bytes > *bytes) {
+    return Add(findings, "memory", Severity::kFail,
+               absl::StrCat(what, ", --memory_limit_bytes is ", GiB(memory_limit_bytes)),
+               "raise the container's limit or lower the flag");
+  }
+  Add(findings, "memory", Severity::kOk, what);
+}
+
+void CheckCheckpointDir(const std::string& folder, Findings* findings) {
+  if (folder.empty()) return;
+  struct statvfs disk = {};
+  if (statvfs(folder.c_str(), &disk) != 0 || access(folder.c_str(), W_OK) != 0) {
+    return Add(findings, "checkpoint_dir", Severity::kFail,
+               absl::StrCat(folder, ": ", strerror(errno)),
+               "make the folder, writable for the user that serves");
+  }
+  const auto free = static_cast<int64_t>(disk.f_bavail) * static_cast<int64_t>(disk.f_frsize);
+  const bool low = free < kCheckpointFreeWantedBytes;
+  Add(findings, "checkpoint_dir", low ? Severity::kWarn : Severity::kOk,
+      absl::StrCat(folder, ": ", GiB(free), " free"),
+      low ? "a checkpoint takes 12 to 14 bytes a parameter of each head, and the old ones stay "
+            "until "
+            "the new one is whole"
+          : "");
+}
+
+// --- Security files ---
+
+namespace {
+
+absl::StatusOr<std::string> ReadAll(const std::string& path) {
+  errno = 0;
+  std::ifstream file(path, std::ios::binary);
+  std::ostringstream contents;
+  contents << file.rdbuf();
+  if (file.is_open() && !contents.str().empty()) return contents.str();
+  return absl::NotFoundError(errno != 0 ? strerror(errno) : "the file is empty or not readable");
+}
+
+// The text of a file; an empty one after a finding that says why not.
+std::string ReadOrFind(const char* flag, const std::string& path, Findings* findings) {
+  absl::StatusOr<std::string> text = ReadAll(path);
+  if (text.ok()) return *std::move(text);
+  Add(findings, flag, Severity::kFail,
+      absl::StrCat(path, ": ", std::string(text.status().message())),
+      "give a file that the user who serves may read");
+  return "";
+}
+
+void CheckCertificates(const char* flag, const std::string& path, const std::string& pem,
+                       Findings* findings) {
+  const absl::StatusOr<std::vector<CertificateFacts>> chain = ReadCertificates(pem);
+  if (!chain.ok()) {
+    return Add(findings, flag, Severity::kFail,
+               absl::StrCat(path, ": ", std::string(chain.status().message())),
+               "give PEM: -----BEGIN CERTIFICATE----- …");
+  }
+  const absl::Time now = absl::Now();
+  if (absl::Status status = CheckValidity(*chain, now); !status.ok()) {
+    return Add(findings, flag, Severity::kFail,
+               absl::StrCat(path, ": ", std::string(status.message())), "renew it");
+  }
+  const absl::Time expiry = EarliestExpiry(*chain);
+  const std::string what = absl::StrCat(
+      path, ": ", chain->front().subject,
+      chain->front().names.empty()
+          ? ""
+          : absl::StrCat(" (", absl::StrJoin(chain->front().names, ", "), ")"),
+      ", valid until ", absl::FormatTime(absl::RFC3339_sec, expiry, absl::UTCTimeZone()));
+  if (expiry - now < kExpiryWarning) {
+    return Add(findings, flag, Severity::kWarn, what,
+               "renew it soon; the server takes the new file over without a restart");
+  }
+  Add(findings, flag, Severity::kOk, what);
+}
+
+void CheckKey(const SecurityConfig& config, const std::string& cert, const std::string& key,
+              Findings* findings) {
+  if (absl::Status status = CheckKeyPair(cert, key); !status.ok()) {
+    return Add(findings, "tls_key_file", Severity::kFail,
+               absl::StrCat(config.tls_key_file, ": ", std::string(status.message())),
+               "give the key that the certificate was made for");
+  }
+  struct stat file = {};
+  if (stat(config.tls_key_file.c_str(), &file) == 0 && (file.st_mode & (S_IRWXO)) != 0) {
+    return Add(findings, "tls_key_file", Severity::kWarn,
+               absl::StrCat(config.tls_key_file, ": every user may read it"),
+               "chmod o= it; in Kubernetes defaultMode 0440 with an fsGroup");
+  }
+  Add(findings, "tls_key_file", Severity::kOk,
+      absl::StrCat(config.tls_key_file, " is the certificate's"));
+}
+
+void CheckTls(const SecurityConfig& config, const std::string& ca_file, Findings* findings) {
+  const std::string cert = ReadOrFind("tls_cert_file", config.tls_cert_file, findings);
+  const std::string key = ReadOrFind("tls_key_file", config.tls_key_file, findings);
+  if (!cert.empty()) CheckCertificates("tls_cert_file", config.tls_cert_file, cert, findings);
+  if (!cert.empty() && !key.empty()) CheckKey(config, cert, key, findings);
+  if (!config.tls_client_ca_file.empty()) {
+    const std::string ca = ReadOrFind("tls_client_ca_file", config.tls_client_ca_file, findings);
+    if (!ca.empty())
+      CheckCertificates("tls_client_ca_file", config.tls_client_ca_file, ca, findings);
+  }
+  if (ca_file.empty() || cert.empty()) return;
+  const std::string ca = ReadOrFind("tls_ca_file", ca_file, findings);
+  if (ca.empty()) return;
+  const absl::Status chain = CheckChain(cert, ca);
+  Add(findings, "tls_ca_file", chain.ok() ? Severity::kOk : Severity::kFail,
+      chain.ok() ? absl::StrCat("the server's certificate chains to ", ca_file)
+                 : absl::StrCat(ca_file, ": ", std::string(chain.message())),
+      chain.ok()
+          ? ""
+          : "add the intermediates to --tls_cert_file, or give clients the right authorities");
+}
+
+template <typename Parsed>
+void CheckParsed(const char* flag, const std::string& path, Findings* findings) {
+  if (path.empty()) return;
+  const std::string text = ReadOrFind(flag, path, findings);
+  if (text.empty()) return;
+  const absl::StatusOr<Parsed> parsed = Parsed::Parse(text);
+  if (parsed.ok()) {
+    return Add(findings, flag, Severity::kOk, absl::StrCat(path, ": ", parsed->size(), " entries"));
+  }
+  Add(findings, flag, Severity::kFail,
+      absl::StrCat(path, ": ", std::string(parsed.status().message())), "mend the file");
+}
+
+}  // namespace
+
+void CheckSecurityFiles(const SecurityConfig& config, const std::string& listen,
+                        const std::string& ca_file, Findings* findings) {
+  if (absl::Status status = ValidateSecurityConfig(config, listen); !status.ok()) {
+    Add(findings, "security", Severity::kFail, std::string(status.message()),
+        "change the flags as it says");
+  } else if (!config.tls()) {
+    Add(findings, "security", config.insecure ? Severity::kWarn : Severity::kOk,
+        absl::StrCat("plaintext at ", listen, ": who reaches it may do everything"),
+        config.insecure ? "give --tls_cert_file, or let a NetworkPolicy admit the trainers only"
+                        : "");
+  }
+  if (config.tls()) CheckTls(config, ca_file, findings);
+  CheckParsed<Policy>("auth_policy_file", config.auth_policy_file, findings);
+  CheckParsed<TokenSet>("auth_token_file", config.auth_token_file, findings);
+}
+
+}  // namespace lmhead

@@ -1,0 +1,51 @@
+// What `lmhead doctor` looks at, each check by itself. Nothing is changed on the machine, and no
+// server is needed; the ports of a server that runs are found taken.
+
+#ifndef LMHEAD_SERVER_CLI_DOCTOR_CHECKS_H_
+#define LMHEAD_SERVER_CLI_DOCTOR_CHECKS_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "server/security/security_config.h"
+
+namespace lmhead {
+
+enum class Severity : uint8_t { kOk, kWarn, kFail };
+
+struct Finding {
+  std::string check;  // "gpu", "port --listen", …
+  Severity severity = Severity::kOk;
+  std::string what;  // What was found.
+  std::string mend;  // What to do; empty when it is well.
+};
+using Findings = std::vector<Finding>;
+
+// Driver, devices, cuBLASLt and NCCL. `backend` is the flag's value: cuda without a GPU fails.
+// Returns how many GPUs there are.
+int CheckGpu(const std::string& backend, Findings* findings);
+
+// Whether an address to listen on is free. `flag` is "listen"; an empty address is passed over.
+void CheckPort(const std::string& flag, const std::string& address, Findings* findings);
+
+// /dev/shm, which NCCL needs among several GPUs, locked memory and open files.
+void CheckLimits(int num_gpus, Findings* findings);
+
+// The system's clock against the files of this machine and the kernel's opinion of it.
+void CheckClock(Findings* findings);
+
+// Memory of the machine or container against --memory_limit_bytes of the CPU backend.
+void CheckMemory(int num_gpus, int64_t memory_limit_bytes, Findings* findings);
+
+// Room where checkpoints go; an empty folder name is passed over.
+void CheckCheckpointDir(const std::string& folder, Findings* findings);
+
+// Certificates, keys, policy and tokens, by themselves and against each other. `ca_file` is what
+// clients will check the server's certificate against; empty: not known.
+void CheckSecurityFiles(const SecurityConfig& config, const std::string& listen,
+                        const std::string& ca_file, Findings* findings);
+
+}  // namespace lmhead
+
+#endif  // LMHEAD_SERVER_CLI_DOCTOR_CHECKS_H_

@@ -1,0 +1,282 @@
+#include "server/security/security.h"
+
+#include <cerrno>
+#include <cstring>
+#include <fstream>
+#include <sstream>
+#include <utility>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/time/clock.h"
+#include "server/security/certificate.h"
+#include "spdlog/spdlog.h"
+
+namespace lmhead {
+namespace {
+
+constexpr absl::Duration kWatchPeriod = absl::Seconds(1);
+
+// When the log begins to warn of a certificate's end, and how often it repeats.
+constexpr absl::Duration kExpiryWarning = absl::Hours(14 * 24);
+constexpr absl::Duration kWarningPeriod = absl::Hours(6);
+
+constexpr char kBearer[] = "Bearer ";
+
+absl::StatusOr<std::string> ReadFile(const char* flag, const std::string& path) {
+  if (path.empty()) return std::string();
+  errno = 0;
+  std::ifstream file(path, std::ios::binary);
+  std::ostringstream contents;
+  contents << file.rdbuf();
+  if (file.is_open() && !contents.str().empty()) return contents.str();
+  return absl::InvalidArgumentError(
+      absl::StrCat("--", flag, "=", path, ": ",
+                   errno != 0 ? std::strerror(errno) : "the file is empty or not readable"));
+}
+
+absl::Status InFile(const char* flag, const std::string& path, const absl::Status& status) {
+  if (status.ok()) return status;
+  return absl::InvalidArgumentError(absl::StrCat("--", flag, "=", path, ": ", status.message()));
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Security>> Security::Load(const SecurityConfig& config) {
+  std::unique_ptr<Security> security(new Security(config));
+  absl::StatusOr<Contents> contents = security->ReadAll();
+  if (!contents.ok()) return contents.status();
+  if (absl::Status status = security->Apply(*contents); !status.ok()) return status;
+  if (!config.tls()) return security;  // Nothing to watch.
+  security->WarnOfExpiry(absl::Now());
+  security->watcher_ = std::thread([raw = security.get()] { raw->WatchLoop(); });
+  return security;
+}
+
+Security::~Security() {
+  {
+    absl::MutexLock lock(&mu_);
+    stopping_ = true;
+  }
+  if (watcher_.joinable()) watcher_.join();
+}
+
+// --- The files ---
+
+absl::StatusOr<Security::Contents> Security::ReadAll() const {
+  Contents contents;
+  const std::tuple<const char*, const std::string*, std::string*> files[] = {
+      {"tls_cert_file", &config_.tls_cert_file, &contents.cert},
+      {"tls_key_file", &config_.tls_key_file, &contents.key},
+      {"tls_client_ca_file", &config_.tls_client_ca_file, &contents.client_ca},
+      {"auth_policy_file", &config_.auth_policy_file, &contents.policy},
+      {"auth_token_file", &config_.auth_token_file, &contents.tokens}};
+  for (const auto& [flag, path, text] : files) {
+    absl::StatusOr<std::string> read = ReadFile(flag, *path);
+    if (!read.ok()) return read.status();
+    *text = *std::move(read);
+  }
+  return contents;
+}
+
+absl::Status Security::Apply(const Contents& contents) {
+  absl::Status status = ApplyTls(contents);
+  status.Update(ApplyTokens(contents));
+  status.Update(ApplyPolicy(contents));
+  return status;
+}
+
+absl::Status Security::ApplyTls(const Contents& contents) {
+  if (!config_.tls() || (contents.cert == contents_.cert && contents.key == contents_.key &&
+                         contents.client_ca == contents_.client_ca)) {
+    return absl::OkStatus();
+  }
+  const auto of_cert = [&](const absl::Status& status) {
+    return InFile("tls_cert_file", config_.tls_cert_file, status);
+  };
+  absl::StatusOr<std::vector<CertificateFacts>> chain = ReadCertificates(contents.cert);
+  if (!chain.ok()) return of_cert(chain.status());
+  if (absl::Status status = CheckValidity(*chain, absl::Now()); !status.ok()) {
+    return of_cert(status);
+  }
+  if (absl::Status status = CheckKeyPair(contents.cert, contents.key); !status.ok()) {
+    return InFile("tls_key_file", config_.tls_key_file, status);
+  }
+  if (!config_.tls_client_ca_file.empty()) {
+    absl::StatusOr<std::vector<CertificateFacts>> authorities =
+        ReadCertificates(contents.client_ca);
+    if (!authorities.ok()) {
+      return InFile("tls_client_ca_file", config_.tls_client_ca_file, authorities.status());
+    }
+  }
+  const absl::Time expiry = EarliestExpiry(*chain);
+  spdlog::info("TLS: presenting {} ({}), valid until {}{}", chain->front().subject,
+               absl::StrJoin(chain->front().names, ", "),
+               absl::FormatTime(absl::RFC3339_sec, expiry, absl::UTCTimeZone()),
+               config_.tls_client_ca_file.empty() ? "" : "; clients need a certificate");
+  contents_.cert = contents.cert;
+  contents_.key = contents.key;
+  contents_.client_ca = contents.client_ca;
+  absl::MutexLock lock(&mu_);
+  tls_identity_ = std::make_shared<const TlsIdentity>(
+      TlsIdentity{contents.cert, contents.key, contents.client_ca, expiry});
+  return absl::OkStatus();
+}
+
+absl::Status Security::ApplyPolicy(const Contents& contents) {
+  if (config_.auth_policy_file.empty() || contents.policy == contents_.policy) {
+    return absl::OkStatus();
+  }
+  absl::StatusOr<Policy> policy = Policy::Parse(contents.policy);
+  if (!policy.ok()) {
+    return InFile("auth_policy_file", config_.auth_policy_file, policy.status());
+  }
+  spdlog::info("policy {}: {} identities", config_.auth_policy_file, policy->size());
+  contents_.policy = contents.policy;
+  absl::MutexLock lock(&mu_);
+  policy_ = std::make_shared<const Policy>(*std::move(policy));
+  return absl::OkStatus();
+}
+
+absl::Status Security::ApplyTokens(const Contents& contents) {
+  if (config_.auth_token_file.empty() || contents.tokens == contents_.tokens) {
+    return absl::OkStatus();
+  }
+  absl::StatusOr<TokenSet> tokens = TokenSet::Parse(contents.tokens);
+  if (!tokens.ok()) return InFile("auth_token_file", config_.auth_token_file, tokens.status());
+  spdlog::info("tokens {}: {} names", config_.auth_token_file, tokens->size());
+  contents_.tokens = contents.tokens;
+  absl::MutexLock lock(&mu_);
+  tokens_ = std::make_shared<const TokenSet>(*std::move(tokens));
+  return absl::OkStatus();
+}
+
+void Security::WatchLoop() {
+  for (;;) {
+    {
+      absl::MutexLock lock(&mu_);
+      if (mu_.AwaitWithTimeout(absl::Condition(&stopping_), kWatchPeriod)) return;
+    }
+    Refresh();
+    WarnOfExpiry(absl::Now());
+  }
+}
+
+void Security::Refresh() {
+  absl::Status status;
+  // Files of a swapped folder may come from both sides of the swap: what is read twice alike is
+  // whole, what is not is read again a second later.
+  absl::StatusOr<Contents> contents = ReadAll();
+  if (contents.ok()) {
+    if (*contents == contents_) {
+      last_complaint_.clear();
+      return;
+    }
+    absl::StatusOr<Contents> again = ReadAll();
+    if (!again.ok() || !(*again == *contents)) return;
+    status = Apply(*contents);
+  } else {
+    status = contents.status();
+  }
+  if (status.ok()) {
+    last_complaint_.clear();
+    return;
+  }
+  if (status.message() == last_complaint_) return;
+  last_complaint_ = std::string(status.message());
+  spdlog::error("security files changed, but are not taken over (the last good ones stay): {}",
+                last_complaint_);
+  absl::MutexLock lock(&mu_);
+  ++num_reload_failures_;
+}
+
+void Security::WarnOfExpiry(absl::Time now) {
+  const std::shared_ptr<const TlsIdentity> identity = tls_identity();
+  if (identity == nullptr || identity->expiry - now > kExpiryWarning ||
+      now - warned_at_ < kWarningPeriod) {
+    return;
+  }
+  warned_at_ = now;
+  spdlog::warn("the certificate of {} {} at {}: renew it; it is taken over without a restart",
+               config_.tls_cert_file, identity->expiry < now ? "has expired" : "expires",
+               absl::FormatTime(absl::RFC3339_sec, identity->expiry, absl::UTCTimeZone()));
+}
+
+// --- Who may ---
+
+absl::StatusOr<Caller> Security::Identify(const CallerFacts& facts) const {
+  std::shared_ptr<const Policy> policy;
+  std::shared_ptr<const TokenSet> tokens;
+  {
+    absl::MutexLock lock(&mu_);
+    policy = policy_;
+    tokens = tokens_;
+  }
+  std::vector<Identity> identities;
+  std::string name;
+  for (const std::string& certificate_name : facts.certificate_names) {
+    identities.push_back({Identity::Kind::kCertificate, certificate_name});
+    absl::StrAppend(&name, name.empty() ? "" : ", ", certificate_name);
+  }
+  if (facts.has_certificate && facts.certificate_names.empty()) {
+    name = "a certificate without DNS or URI names";
+  }
+  if (tokens != nullptr && facts.authorization.has_value()) {
+    const std::string& header = *facts.authorization;
+    const std::optional<std::string> token =
+        absl::StartsWithIgnoreCase(header, kBearer)
+            ? tokens->NameOf(std::string_view(header).substr(sizeof(kBearer) - 1))
+            : std::nullopt;
+    if (!token.has_value()) {
+      return absl::UnauthenticatedError(absl::StrCat(
+          "the token that came is none of the ", tokens->size(), " of ", config_.auth_token_file,
+          " (--auth_token_file)", name.empty() ? "" : absl::StrCat("; the caller is ", name)));
+    }
+    identities.push_back({Identity::Kind::kToken, *token});
+    absl::StrAppend(&name, name.empty() ? "" : ", ", "token ", *token);
+  }
+  const bool demanded = tokens != nullptr || !config_.tls_client_ca_file.empty();
+  if (name.empty() && demanded) {
+    return absl::UnauthenticatedError(absl::StrCat(
+        "neither a client certificate nor a token came; send `authorization: Bearer TOKEN` with a "
+        "token of ",
+        config_.auth_token_file, " (--auth_token_file)"));
+  }
+  return Caller{.name = name.empty() ? "anyone" : name,
+                .grant = policy == nullptr ? FullGrant() : policy->GrantOf(identities)};
+}
+
+std::string Security::PolicyHint() const {
+  return absl::StrCat("edit ", config_.auth_policy_file, " (--auth_policy_file)");
+}
+
+absl::Status Security::CheckRole(const Caller& caller, std::string_view method,
+                                 RoleSet wanted) const {
+  if ((caller.grant.roles & wanted) != 0) return absl::OkStatus();
+  return absl::PermissionDeniedError(absl::StrCat(
+      std::string(method), ": ", caller.name, " has role ", RoleNames(caller.grant.roles, "and"),
+      ", wanted ", RoleNames(wanted, "or"), "; to change that ", PolicyHint()));
+}
+
+absl::Status Security::CheckWorker(const Caller& caller, std::string_view method,
+                                   std::string_view worker) const {
+  if (caller.grant.MaySpeakAs(worker)) return absl::OkStatus();
+  return absl::PermissionDeniedError(absl::StrCat(
+      std::string(method), ": ", caller.name, " may not speak as worker ", std::string(worker),
+      ", only as ",
+      caller.grant.workers.empty() ? "nobody" : absl::StrJoin(caller.grant.workers, ", "),
+      "; to change that ", PolicyHint()));
+}
+
+std::shared_ptr<const TlsIdentity> Security::tls_identity() const {
+  absl::MutexLock lock(&mu_);
+  return tls_identity_;
+}
+
+int64_t Security::num_reload_failures() const {
+  absl::MutexLock lock(&mu_);
+  return num_reload_failures_;
+}
+
+}  // namespace lmhead
