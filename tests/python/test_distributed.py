@@ -1,0 +1,122 @@
+"""Two torch.distributed ranks, each a worker, train as one process with both their batches does."""
+
+import os
+import pathlib
+import tempfile
+import unittest
+
+import torch
+import torch.multiprocessing
+
+import lmhead
+import trunk
+from base import ServiceTest, relative_error
+
+NUM_STEPS = 8
+LEARNING_RATE = 0.3
+
+
+def run_rank(rank, size, address, head_name, store, results, broken_step):
+    """One rank's training; at broken_step rank 1 breaks off, once."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    workers = lmhead.distributed_workers()
+    head = lmhead.RemoteHead(address, head_name)
+    model = trunk.make_trunk()
+    optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE)
+    losses, attempts = [], 0
+    broken = [broken_step]
+
+    def body(step):
+        nonlocal attempts
+        attempts += 1
+        optimizer.zero_grad()
+        ids, labels = trunk.batch(step.number, rank)
+        step.loss(model(ids), labels, shift=True).backward()
+        if rank == 1 and step.number == broken[0]:
+            broken[0] = 0
+            raise lmhead.StepLost("as if this rank's connection had gone")
+        report = step.prepare()
+        lmhead.average_gradients(model.parameters())
+        clipped = lmhead.clip_grad_norm(model.parameters(), report, 1.0, averaged_over=size)
+        # Only the first rank's count: the others' would be refused if they did.
+        committed = step.commit(LEARNING_RATE if rank == 0 else -1.0, clipped.grad_multiplier)
+        return report, clipped, committed
+
+    for number in range(1, NUM_STEPS + 1):
+        report, clipped, committed = lmhead.elastic_step(head, number, body, workers=workers)
+        optimizer.step()
+        losses.append((report.loss_mean, report.num_tokens, clipped.grad_norm, committed.num_updates))
+    torch.save({"losses": losses, "attempts": attempts, "model": model.state_dict()}, f"{results}.{rank}")
+    torch.distributed.destroy_process_group()
+
+
+def run_failing_rank(rank, size, address, head_name, store, results):
+    """Rank 1 has a bug in its step; both ranks learn of it."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    head = lmhead.RemoteHead(address, head_name)
+    try:
+        with head.step(1, lmhead.distributed_workers()) as step:
+            if rank == 1:
+                raise KeyError("a bug of rank 1")
+            step.prepare()
+    except Exception as error:
+        with open(f"{results}.{rank}", "w") as file:
+            file.write(repr(error))
+
+
+class DistributedTest(ServiceTest):
+    def spawn(self, function, head, *arguments):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        results = os.path.join(folder.name, "results")
+        torch.multiprocessing.spawn(
+            function, (2, self.service.address, head.name, os.path.join(folder.name, "store"), results, *arguments), 2)
+        return [f"{results}.{rank}" for rank in range(2)]
+
+    def one_process(self):
+        head = self.create(trunk.VOCAB_SIZE, trunk.HIDDEN_SIZE, optimizer=lmhead.SGD(), init_std=None)
+        head.load_weight(trunk.make_weight())
+        model = trunk.make_trunk()
+        optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE)
+        losses = []
+        for number in range(1, NUM_STEPS + 1):
+            optimizer.zero_grad()
+            with head.step(number) as step:
+                for rank in range(2):
+                    ids, labels = trunk.batch(number, rank)
+                    step.loss(model(ids), labels, shift=True).backward()
+                report = step.prepare()
+                clipped = lmhead.clip_grad_norm(model.parameters(), report, 1.0)
+                step.commit(LEARNING_RATE, clipped.grad_multiplier)
+            optimizer.step()
+            losses.append((report.loss_mean, report.num_tokens, clipped.grad_norm, number))
+        return head, model, losses
+
+    def test_two_ranks_equal_one_process_and_repeat_a_lost_step_together(self):
+        want_head, want_model, want_losses = self.one_process()
+        head = self.create(trunk.VOCAB_SIZE, trunk.HIDDEN_SIZE, optimizer=lmhead.SGD(), init_std=None)
+        head.load_weight(trunk.make_weight())
+        ranks = [torch.load(path) for path in self.spawn(run_rank, head, 4)]
+        self.assertEqual(ranks[0]["losses"], ranks[1]["losses"])  # The same report, norm and answer for both.
+        self.assertEqual([rank["attempts"] for rank in ranks], [NUM_STEPS + 1, NUM_STEPS + 1])
+        for got, want in zip(ranks[0]["losses"], want_losses):
+            self.assertEqual((got[1], got[3]), (want[1], want[3]))
+            self.assertAlmostEqual(got[0], want[0], delta=1e-5 * want[0])
+            self.assertAlmostEqual(got[2], want[2], delta=1e-4 * want[2])
+        self.assertLessEqual(relative_error(head.read_weight(), want_head.read_weight()), 1e-5)
+        for key, want in want_model.state_dict().items():
+            self.assertTrue(torch.equal(ranks[0]["model"][key], ranks[1]["model"][key]))
+            self.assertLessEqual(relative_error(ranks[0]["model"][key], want), 1e-5)
+
+    def test_an_error_of_one_rank_is_an_error_of_all(self):
+        head = self.create(trunk.VOCAB_SIZE, trunk.HIDDEN_SIZE, optimizer=lmhead.SGD())
+        texts = [pathlib.Path(path).read_text() for path in self.spawn(run_failing_rank, head)]
+        self.assertIn("RankFailed", texts[0])
+        self.assertIn("a bug of rank 1", texts[0])
+        self.assertIn("KeyError", texts[1])
+        self.assertEqual(head.info().open_step, 0)
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,114 @@
+"""The service dies in the middle of training: the same end as if it had not."""
+
+import threading
+import unittest
+
+import torch
+
+import lmhead
+import trunk
+from base import ServiceTest
+
+NUM_STEPS = 12
+LEARNING_RATE = 0.3
+
+
+class ElasticTest(ServiceTest):
+    def train(self, head, disturb):
+        """Trains; `disturb(number, moment)` may break things. Gives the losses and how often a body ran."""
+        model = trunk.make_trunk()
+        optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE)
+        copy = {"weight": trunk.make_weight()}
+
+        def restore(lost):
+            lmhead.RemoteHead.create(lost.client, lost.name, vocab_size=trunk.VOCAB_SIZE, hidden_size=trunk.HIDDEN_SIZE,
+                                     optimizer=lmhead.SGD()).load_weight(copy["weight"])
+
+        bodies = []
+
+        def body(step):
+            bodies.append(step.number)
+            optimizer.zero_grad()
+            for micro_batch in range(2):
+                ids, labels = trunk.batch(step.number, micro_batch)
+                step.loss(model(ids), labels, shift=True).backward()
+                disturb(step.number, f"loss {micro_batch}")
+            report = step.prepare()
+            clipped = lmhead.clip_grad_norm(model.parameters(), report)
+            disturb(step.number, "prepared")
+            step.commit(LEARNING_RATE, clipped.grad_multiplier)
+            return report.loss_mean
+
+        losses = []
+        for number in range(1, NUM_STEPS + 1):
+            losses.append(lmhead.elastic_step(head, number, body, on_restart=restore, outage_seconds=60))
+            optimizer.step()
+            copy["weight"] = head.read_weight()
+        return losses, bodies
+
+    def new_head(self):
+        head = self.create(trunk.VOCAB_SIZE, trunk.HIDDEN_SIZE, optimizer=lmhead.SGD(), init_std=None)
+        head.load_weight(trunk.make_weight())
+        return head
+
+    def restart(self, outage_seconds):
+        self.service.kill()
+        timer = threading.Timer(outage_seconds, self.service.start)
+        timer.start()
+        self.addCleanup(timer.join)
+
+    def test_a_service_that_dies_and_comes_back_changes_nothing(self):
+        want, _ = self.train(self.new_head(), lambda number, moment: None)
+        moments = {(3, "loss 0"), (6, "loss 1"), (9, "prepared")}
+        pending = set(moments)
+
+        def disturb(number, moment):
+            if (number, moment) in pending:
+                pending.remove((number, moment))
+                self.restart(0.5)
+
+        losses, bodies = self.train(self.new_head(), disturb)
+        self.assertEqual(pending, set())
+        self.assertEqual(len(bodies), NUM_STEPS + len(moments))
+        self.assertEqual(losses, want)  # One worker and one stream: bitwise the same.
+
+    def test_without_a_way_to_restore_the_error_says_what_to_pass(self):
+        head = self.new_head()
+
+        def body(step):
+            ids, labels = trunk.batch(1)
+            self.restart(0.1)
+            step.loss(trunk.make_trunk()(ids), labels).backward()
+
+        with self.assertRaisesRegex(lmhead.NotFound, "on_restart="):
+            lmhead.elastic_step(head, 1, body)
+
+    def test_the_exception_says_that_the_service_has_restarted(self):
+        head = self.new_head()
+        ids, labels = trunk.batch(1)
+        with self.assertRaises(lmhead.StepLost) as caught:
+            with head.step(1) as step:
+                self.restart(0.1)
+                step.loss(trunk.make_trunk()(ids), labels).backward()
+        self.assertIs(caught.exception.restarted, True)
+
+    def test_other_errors_are_not_repeated(self):
+        head = self.new_head()
+        bodies = []
+
+        def body(step):
+            bodies.append(step)
+            ids, labels = trunk.batch(1)
+            step.loss(trunk.make_trunk()(ids), labels + trunk.VOCAB_SIZE)
+
+        with self.assertRaises(lmhead.InvalidArgument):
+            lmhead.elastic_step(head, 1, body)
+        self.assertEqual(len(bodies), 1)
+
+    def test_a_body_that_does_not_commit_is_an_error(self):
+        with self.assertRaisesRegex(RuntimeError, "without step.commit"):
+            lmhead.elastic_step(self.new_head(), 1, lambda step: None)
+
+
+if __name__ == "__main__":
+    unittest.main()
