@@ -63,13 +63,28 @@ void PlanState(const HeadSpec& spec, MemoryPlan* plan) {
   BytesOf(*plan, MemoryCategory::kOptimizerState) = OptimizerCopies(spec.optimizer) * float32_bytes;
 }
 
+// Broadcast rows as they arrived, of up to 4 bytes an element; or one rank's statistics or top-k
+// lists, and those of all ranks.
+int64_t CpuCollectiveBytes(const HeadSpec& spec, const MemoryPlan& plan, bool has_divergence) {
+  if (plan.num_ranks == 1) return 0;
+  const int64_t rows = plan.batch_tokens;
+  const int64_t broadcast = rows * std::max(spec.hidden_size, spec.teacher_hidden_size) * 4;
+  const int64_t packed = kCpuPackedRowBytes + (has_divergence ? kCpuPackedDivergenceBytes : 0);
+  const int64_t gathered = std::max(packed, spec.top_k_max * kCpuTopKEntryBytes);
+  return std::max(broadcast, (plan.num_ranks + 1) * rows * gathered);
+}
+
 void PlanCpu(const HeadSpec& spec, MemoryPlan* plan) {
   plan->vocab_tile = std::min(plan->shard_size, kCpuVocabTile);
   const CpuScratch scratch = PlanCpuScratch(spec, *plan);
-  BytesOf(*plan, MemoryCategory::kLogitsScratch) = Piece(scratch.logits_bytes);
-  BytesOf(*plan, MemoryCategory::kDeviceStaging) = Piece(scratch.hidden_bytes) +
-                                                   Piece(scratch.grad_hidden_bytes) +
-                                                   Piece(scratch.row_statistics_bytes);
+  BytesOf(*plan, MemoryCategory::kLogitsScratch) =
+      Piece(scratch.logits_bytes) + Piece(scratch.teacher_logits_bytes);
+  BytesOf(*plan, MemoryCategory::kDeviceStaging) =
+      Piece(scratch.hidden_bytes) + Piece(scratch.grad_hidden_bytes) +
+      Piece(scratch.row_state_bytes) + Piece(scratch.teacher_hidden_bytes) +
+      Piece(scratch.divergence_bytes) + Piece(scratch.teacher_entries_bytes) +
+      Piece(scratch.top_k_bytes);
+  BytesOf(*plan, MemoryCategory::kCollective) = Piece(scratch.collective_bytes);
   BytesOf(*plan, MemoryCategory::kLibraryWorkspace) =
       Piece(scratch.weight_tile_bytes) + Piece(scratch.gemm_scratch_bytes);
 }
@@ -127,7 +142,16 @@ CpuScratch PlanCpuScratch(const HeadSpec& spec, const MemoryPlan& plan) {
   if (plan.schedule != Schedule::kEval) {
     scratch.grad_hidden_bytes = rows * spec.hidden_size * kFloatBytes;
   }
-  scratch.row_statistics_bytes = rows * kRowStatisticsWords * kFloatBytes;
+  scratch.row_state_bytes = rows * kCpuRowStateBytes;
+  const bool has_divergence = spec.teacher_hidden_size > 0 || spec.top_k_max > 0;
+  if (has_divergence) scratch.divergence_bytes = rows * kCpuDivergenceStateBytes;
+  if (spec.teacher_hidden_size > 0) {
+    scratch.teacher_logits_bytes = scratch.logits_bytes;
+    scratch.teacher_hidden_bytes = rows * spec.teacher_hidden_size * kFloatBytes;
+  }
+  scratch.teacher_entries_bytes = rows * spec.top_k_max * kCpuTeacherEntryBytes;
+  scratch.top_k_bytes = rows * spec.top_k_max * kCpuTopKEntryBytes;
+  scratch.collective_bytes = CpuCollectiveBytes(spec, plan, has_divergence);
   if (spec.weight_dtype != DType::kFloat32) {
     scratch.weight_tile_bytes = plan.vocab_tile * spec.hidden_size * kFloatBytes;
   }

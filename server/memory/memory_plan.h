@@ -64,16 +64,28 @@ struct MemoryPlan {
   std::string Breakdown() const;
 };
 
-// Pieces of a rank's scratch in the CPU backend, in bytes; 0 for one that the schedule does
-// without. The plan sums them and the backend carves them, each rounded up to the arena's
-// alignment.
+// Pieces of a rank's scratch in the CPU backend, in bytes; 0 for one that the head does without.
+// The plan sums them and the backend carves them, each rounded up to the arena's alignment.
 struct CpuScratch {
-  int64_t logits_bytes = 0;          // float32 [batch_tokens, vocab_tile or shard_size]
-  int64_t hidden_bytes = 0;          // float32 [batch_tokens, hidden_size]
-  int64_t grad_hidden_bytes = 0;     // float32 [batch_tokens, hidden_size]
-  int64_t row_statistics_bytes = 0;  // kRowStatisticsWords words of 4 bytes a row.
-  int64_t weight_tile_bytes = 0;     // bfloat16 head: float32 [vocab_tile, hidden_size]
-  int64_t gemm_scratch_bytes = 0;    // Scratch of one oneDNN product; see below.
+  // kLogitsScratch: float32 [batch_tokens, vocab_tile or shard_size].
+  int64_t logits_bytes = 0;
+  int64_t teacher_logits_bytes = 0;  // With a teacher_hidden_size.
+
+  // kDeviceStaging.
+  int64_t hidden_bytes = 0;           // float32 [batch_tokens, hidden_size]
+  int64_t grad_hidden_bytes = 0;      // float32 [batch_tokens, hidden_size]
+  int64_t row_state_bytes = 0;        // kCpuRowStateBytes a row.
+  int64_t teacher_hidden_bytes = 0;   // float32 [batch_tokens, teacher_hidden_size]
+  int64_t divergence_bytes = 0;       // kCpuDivergenceStateBytes a row, for any teacher.
+  int64_t teacher_entries_bytes = 0;  // kCpuTeacherEntryBytes for each of top_k_max entries a row.
+  int64_t top_k_bytes = 0;            // kCpuTopKEntryBytes for each of top_k_max entries a row.
+
+  // kCollective: what the ranks exchange at a time, the most of it; see CpuCollective.
+  int64_t collective_bytes = 0;
+
+  // kLibraryWorkspace.
+  int64_t weight_tile_bytes = 0;   // bfloat16 head: float32 [vocab_tile, hidden_size]
+  int64_t gemm_scratch_bytes = 0;  // Scratch of one oneDNN product; see below.
 };
 
 // gemm_scratch_bytes is an eighth of the shard's weight in float32, held within these bounds. What
@@ -85,9 +97,16 @@ inline constexpr int64_t kCpuGemmScratchBytesMax = int64_t{64} << 20;
 // The CPU backend's tile: its logits stay in the cache between the product and the row passes.
 inline constexpr int64_t kCpuVocabTile = 1024;
 
-// Words of 4 bytes for each row of a batch: the inputs of a row (target, weight, temperature), its
-// statistics and its outputs.
-inline constexpr int64_t kRowStatisticsWords = 24;
+// Bytes of what kernels/cpu keeps of a row: inputs, statistics and what the gradient needs; of its
+// divergence; of an entry of a top-k teacher's list, and of a top-k output.
+inline constexpr int64_t kCpuRowStateBytes = 80;
+inline constexpr int64_t kCpuDivergenceStateBytes = 152;
+inline constexpr int64_t kCpuTeacherEntryBytes = 12;
+inline constexpr int64_t kCpuTopKEntryBytes = 8;
+
+// Bytes a row of what a rank tells the others: its statistics, and those of a divergence.
+inline constexpr int64_t kCpuPackedRowBytes = 48;
+inline constexpr int64_t kCpuPackedDivergenceBytes = 72;
 
 // `plan` has its schedule, num_ranks, batch_tokens, vocab_tile and shard_size set.
 CpuScratch PlanCpuScratch(const HeadSpec& spec, const MemoryPlan& plan);

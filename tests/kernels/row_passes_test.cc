@@ -35,7 +35,7 @@ Walk WalkRow(const RowPasses& passes, const RowConfig& config, const RowState& i
     passes.transform(config, tile, walk.row, z);
     passes.accumulate(config, tile, z, &walk.row);
   });
-  walk.outputs = FinishRow(config, &walk.row);
+  walk.outputs = FinishRow(config, {}, &walk.row);
   for_each_tile([&](VocabTile tile, float* z) { passes.grad(config, tile, walk.row, z); });
   walk.grad = std::move(logits);
   return walk;
@@ -88,7 +88,7 @@ class RowPassesTest : public testing::TestWithParam<RowPasses> {
       close(got.outputs.entropy, want.entropy[0]);
       close(got.outputs.cross_entropy + got.outputs.z_loss, want.token_loss[0]);
       EXPECT_LE(got.outputs.logprob, 0.0);
-      EXPECT_EQ(got.row.argmax, want.argmax[0]);
+      EXPECT_EQ(got.row.stats.argmax, want.argmax[0]);
       EXPECT_LE(RelativeError(got.grad, want.grad_bias), tolerance);
     }
   }
@@ -162,8 +162,8 @@ TEST_P(RowPassesTest, ArgmaxIsTheLowestAmongEquals) {
   std::vector<float> logits(100, -2.0f);
   logits[37] = logits[38] = logits[90] = 1.0f;
   const Walk walk = WalkRow(GetParam(), config, {.target = 0}, logits, 16);
-  EXPECT_EQ(walk.row.argmax, 37);
-  EXPECT_EQ(WalkRow(GetParam(), config, {}, std::vector<float>(100, 0.0f), 16).row.argmax, 0);
+  EXPECT_EQ(walk.row.stats.argmax, 37);
+  EXPECT_EQ(WalkRow(GetParam(), config, {}, std::vector<float>(100, 0.0f), 16).row.stats.argmax, 0);
 }
 
 TEST_P(RowPassesTest, RowsWithoutACoefficientHaveExactlyNoGradient) {
@@ -187,8 +187,8 @@ TEST_P(RowPassesTest, ATargetOutsideTheTilesIsNeverTouched) {
     BeginRow(&row);
     std::vector<float> logits = Normals(33, 1.0f);
     GetParam().accumulate(config, {0, 33}, logits.data(), &row);
-    EXPECT_EQ(row.target_logit, 0.0f);
-    row.probability_factor = static_cast<float>(1.0 / row.sum_exp);
+    EXPECT_EQ(row.stats.target_logit, 0.0f);
+    row.probability_factor = static_cast<float>(1.0 / row.stats.sum_exp);
     row.target_mass = 100.0f;
     GetParam().grad(config, {0, 33}, row, logits.data());
     double sum = 0.0;
@@ -212,7 +212,7 @@ TEST_P(RowPassesTest, ExponentialIsGoodToTwoUlp) {
   double worst = 0.0;
   for (float x = 0.0f; x > -80.0f; x -= 0.00173f) {
     RowState row{.target = 0, .coefficient = 1.0f};
-    row.logits_max = 0.0f;
+    row.stats.logits_max = 0.0f;
     row.probability_factor = 1.0f;
     float logits[] = {x};
     GetParam().grad({.vocab_size = 2}, {1, 1}, row, logits);

@@ -44,7 +44,7 @@ TEST(MemoryPlanTest, HeadOf131072By4096InBFloat16) {
 
 TEST(MemoryPlanTest, CpuScratchOf131072By4096) {
   const HeadSpec spec = Spec(131072, 4096, DType::kBFloat16);
-  const int64_t staging = 2 * 16 * kMiBytes + 1024 * kRowStatisticsWords * 4;
+  const int64_t staging = 2 * 16 * kMiBytes + 1024 * kCpuRowStateBytes;
   const int64_t workspace = kCpuVocabTile * 4096 * 4 + kCpuGemmScratchBytesMax;
   const MemoryPlan retain = PlanForSchedule(spec, Schedule::kRetain, {});
   EXPECT_EQ(retain.batch_tokens, 1024);
@@ -222,7 +222,7 @@ TEST_P(PlanAndCarveTest, CarvingThePiecesFillsThePlan) {
     arena->Carve(MemoryCategory::kLogitsScratch, scratch.logits_bytes);
     arena->Carve(MemoryCategory::kDeviceStaging, scratch.hidden_bytes);
     arena->Carve(MemoryCategory::kDeviceStaging, scratch.grad_hidden_bytes);
-    arena->Carve(MemoryCategory::kDeviceStaging, scratch.row_statistics_bytes);
+    arena->Carve(MemoryCategory::kDeviceStaging, scratch.row_state_bytes);
     arena->Carve(MemoryCategory::kLibraryWorkspace, scratch.weight_tile_bytes);
     arena->Carve(MemoryCategory::kLibraryWorkspace, scratch.gemm_scratch_bytes);
     arena->Seal();
