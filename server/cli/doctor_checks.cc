@@ -265,7 +265,7 @@ void CheckClock(Findings* findings) {
   const std::string shown = absl::FormatTime(absl::RFC3339_sec, now, absl::UTCTimeZone());
   struct stat binary = {};
   if (stat("/proc/self/exe", &binary) == 0 &&
-      now < absl::FromTimespec(binary.st_mtim) - absl::Hours(24)) {
+      now < absl::TimeFromTimespec(binary.st_mtim) - absl::Hours(24)) {
     return Add(findings, "clock", Severity::kFail,
                absl::StrCat("it is ", shown, ", before this program was made"),
                "set the clock: certificates are judged by it");
