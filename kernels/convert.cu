@@ -28,4 +28,21 @@ cudaError_t LaunchConvert(ConstMatrixView from, MatrixView to, cudaStream_t stre
   });
 }
 
+cudaError_t LaunchConvertColumns(ConstMatrixView from, MatrixView to, int64_t num_cols,
+                                 cudaStream_t stream) {
+  if (from.rows != to.rows || num_cols > from.cols || num_cols > to.cols) {
+    return cudaErrorInvalidValue;
+  }
+  return DispatchDType(from.dtype, [&](auto in) {
+    return DispatchDType(to.dtype, [&](auto out) {
+      using In = decltype(in);
+      using Out = decltype(out);
+      device::ConvertColumnsKernel<<<static_cast<unsigned>(from.rows), kThreads, 0, stream>>>(
+          static_cast<const In*>(from.data), from.cols, static_cast<Out*>(to.data), to.cols,
+          num_cols);
+      return cudaGetLastError();
+    });
+  });
+}
+
 }  // namespace lmhead::kernels

@@ -15,12 +15,13 @@ namespace lmhead::kernels {
 // Overwrites columns [0, tile.cols) of each row with the gradient of the objective with respect to
 // what the matrix product gave. Rows with is_zero become exactly zero, whatever they held. What
 // lies past tile.cols in the last 16 bytes becomes anything. `class_weights` is [vocab_size] when
-// there is label smoothing with class weights, else null.
+// there is label smoothing with class weights, else null; `entropy` tells whether rows may have an
+// entropy_scale. REQUIRES: not both.
 // REQUIRES: as LaunchShardStats; class weights can be read to the next multiple of 32 bytes past
 // their end.
 cudaError_t LaunchGradLogits(MatrixView logits, VocabTile tile, const RowGrad* rows,
                              const LogitTransform& transform, const float* class_weights,
-                             cudaStream_t stream);
+                             bool entropy, cudaStream_t stream);
 
 }  // namespace lmhead::kernels
 

@@ -14,11 +14,11 @@
 namespace lmhead::kernels {
 
 // Converts `from` to `to` row by row. nonfinite[row] becomes 1 where the row of `from` has a NaN or
-// an infinity, and that row of `to` becomes zero; else 0.
+// an infinity, and that row of `to` becomes zero; else 0, or with `keep_flags` what it was.
 // A finite value that rounds to an infinity of the narrower type counts as one: it is flagged.
 // REQUIRES: both have the same shape; `to` is float32 or bfloat16.
-cudaError_t LaunchLoadHiddenRows(ConstMatrixView from, MatrixView to, uint8_t* nonfinite,
-                                 cudaStream_t stream);
+cudaError_t LaunchLoadHiddenRows(ConstMatrixView from, MatrixView to, bool keep_flags,
+                                 uint8_t* nonfinite, cudaStream_t stream);
 
 }  // namespace lmhead::kernels
 

@@ -19,6 +19,7 @@ cudaError_t LaunchShardStats(ConstMatrixView logits, VocabTile tile, const RowIn
       options.class_weights != nullptr ? options.class_weights + tile.start : nullptr;
   args.logit_scale = transform.logit_scale;
   args.softcap = transform.softcap;
+  args.inverse_temperature = options.inverse_temperature;
   args.merge = options.merge;
   args.stats = stats;
   return DispatchLogitsDType(logits.dtype, [&](auto zero) {

@@ -20,6 +20,7 @@ struct ShardStatsOptions {
   const float* class_weights = nullptr;  // [vocab_size], or null for ones.
   bool entropy = false;                  // Fill entropy_sum.
   bool smoothing = false;                // Fill smoothing_sum and smoothing_weight.
+  float inverse_temperature = 0.0f;      // Of every row; 0 means each row's own.
   bool merge = false;  // Merge into what `stats` holds of earlier tiles; else start anew.
 };
 

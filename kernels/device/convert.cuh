@@ -47,6 +47,15 @@ __global__ void ConvertKernel(const In* from, Out* to, int64_t count) {
                   static_cast<int64_t>(gridDim.x) * blockDim.x, [](Out) {});
 }
 
+// One block a row.
+template <typename In, typename Out>
+__global__ void ConvertColumnsKernel(const In* from, int64_t from_stride, Out* to,
+                                     int64_t to_stride, int64_t num_cols) {
+  const int64_t row = blockIdx.x;
+  ConvertElements(from + row * from_stride, to + row * to_stride, num_cols, threadIdx.x, blockDim.x,
+                  [](Out) {});
+}
+
 }  // namespace lmhead::kernels::device
 
 #endif  // LMHEAD_KERNELS_DEVICE_CONVERT_CUH_

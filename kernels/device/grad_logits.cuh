@@ -13,6 +13,9 @@ namespace lmhead::kernels::device {
 constexpr int kGradThreads = 512;
 constexpr int kGradUnroll = 2;  // Vectors in flight a thread.
 
+// What there is besides the probabilities.
+enum class GradTerm { kNone, kClassWeights, kEntropy };
+
 struct GradLogitsArguments {
   void* logits;
   int64_t row_stride;
@@ -36,7 +39,7 @@ __device__ __forceinline__ void ZeroRow(T* logits, int32_t cols) {
 }
 
 // One block a row.
-template <typename T, bool kTransform, bool kClassWeights>
+template <typename T, bool kTransform, GradTerm kTerm>
 __global__ void __launch_bounds__(kGradThreads, 2) GradLogitsKernel(GradLogitsArguments args) {
   constexpr int kCount = Vector<T>::kCount;
   const int64_t row = blockIdx.x;  // 64-bit: row * row_stride exceeds 2^31.
@@ -57,8 +60,13 @@ __global__ void __launch_bounds__(kGradThreads, 2) GradLogitsKernel(GradLogitsAr
           Transform<T>(z0, logit_scale, args.softcap, inverse_softcap, grad.inverse_temperature);
     }
     if (logit.z == MinusInfinity()) return 0.0f;
-    const float w = kClassWeights ? args.class_weights[col] : 1.0f;
-    const float dz = Exp<T>(logit.z - grad.logits_max) * grad.prob_scale - w * grad.uniform_grad;
+    const float d = logit.z - grad.logits_max;
+    float prob_scale = grad.prob_scale;
+    if constexpr (kTerm == GradTerm::kEntropy) {
+      prob_scale += grad.entropy_scale * fmaxf(d, -kFloatMax);
+    }
+    const float w = kTerm == GradTerm::kClassWeights ? args.class_weights[col] : 1.0f;
+    const float dz = Exp<T>(d) * prob_scale - w * grad.uniform_grad;
     return kTransform ? dz * logit.softcap_derivative : dz;
   };
 

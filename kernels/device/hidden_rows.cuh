@@ -11,7 +11,7 @@ namespace lmhead::kernels::device {
 
 // One block a row.
 template <typename In, typename Out>
-__global__ void LoadHiddenRowsKernel(const In* all_from, Out* all_to, int64_t cols,
+__global__ void LoadHiddenRowsKernel(const In* all_from, Out* all_to, int64_t cols, bool keep_flags,
                                      uint8_t* nonfinite) {
   const int64_t row = blockIdx.x;
   const In* const from = all_from + row * cols;
@@ -23,7 +23,7 @@ __global__ void LoadHiddenRowsKernel(const In* all_from, Out* all_to, int64_t co
   if (any_nonfinite) {
     for (int64_t col = threadIdx.x; col < cols; col += blockDim.x) to[col] = FromFloat<Out>(0.0f);
   }
-  if (threadIdx.x == 0) nonfinite[row] = any_nonfinite ? 1 : 0;
+  if (threadIdx.x == 0 && (any_nonfinite || !keep_flags)) nonfinite[row] = any_nonfinite ? 1 : 0;
 }
 
 }  // namespace lmhead::kernels::device

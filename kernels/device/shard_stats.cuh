@@ -22,6 +22,7 @@ struct ShardStatsArguments {
   const float* class_weights;  // At the tile's first column, or null.
   float logit_scale;
   float softcap;
+  float inverse_temperature;  // Of every row, or 0: each row's own.
   bool merge;
   RowStats* stats;
 };
@@ -137,7 +138,8 @@ __global__ void __launch_bounds__(kStatsThreads, 2) ShardStatsKernel(ShardStatsA
   constexpr int kCount = Vector<T>::kCount;
   const int64_t row = blockIdx.x;  // 64-bit: row * row_stride exceeds 2^31.
   const T* const logits = static_cast<const T*>(args.logits) + row * args.row_stride;
-  const RowInput input = args.rows[row];
+  RowInput input = args.rows[row];
+  if (args.inverse_temperature != 0.0f) input.inverse_temperature = args.inverse_temperature;
   const float logit_scale = args.logit_scale * (kTransform ? 1.0f : input.inverse_temperature);
   const float scale = kTransform ? 1.0f : logit_scale;
   const float inverse_softcap = args.softcap != 0.0f ? 1.0f / args.softcap : 0.0f;

@@ -110,6 +110,17 @@ Operands OperandsOf(const HeadProductCall& call, const HeadGemm::Options& option
       operands = {hidden, logits, {call.grad, CUDA_R_32F, width, call.cols, width}};
       operands.b.operation = CUBLAS_OP_T;
       break;
+    case HeadProduct::kTeacherLogits: {
+      const TeacherProduct& teacher = call.teacher;
+      const cudaDataType_t teacher_type = CudaType(teacher.dtype);
+      const int64_t size = teacher.hidden_size;
+      operands = {{call.weight, teacher_type, size, call.cols, size},
+                  {call.hidden, teacher_type, size, call.rows, size},
+                  {call.logits, CudaType(teacher.logits_dtype), call.cols, call.rows,
+                   teacher.logits_stride}};
+      operands.a.operation = CUBLAS_OP_T;
+      break;
+    }
   }
   return operands;
 }
@@ -122,6 +133,8 @@ const char* ProductName(HeadProduct product) {
       return "grad_hidden";
     case HeadProduct::kGradWeight:
       return "grad_weight";
+    case HeadProduct::kTeacherLogits:
+      return "teacher_logits";
   }
   return "unknown product";
 }
@@ -197,9 +210,9 @@ absl::Status HeadGemm::Find(const HeadProductCall& call, const Descriptors& desc
   candidates->count =
       static_cast<int>(std::remove_if(results, results + candidates->count, unusable) - results);
   if (candidates->count > 0) return absl::OkStatus();
-  return absl::InternalError(
-      absl::StrFormat("cuBLASLt has no algorithm for %s of %d rows, %d columns and hidden_size %d",
-                      ProductName(call.product), call.rows, call.cols, options_.hidden_size));
+  return absl::InternalError(absl::StrFormat(
+      "cuBLASLt has no algorithm for %s of %d rows, %d columns and hidden_size %d",
+      ProductName(call.product), call.rows, call.cols, descriptors.operands.a.rows));
 }
 
 absl::Status HeadGemm::Launch(const HeadProductCall& call, const Descriptors& descriptors,
@@ -300,16 +313,20 @@ absl::StatusOr<std::string> HeadGemm::Tune(const HeadProductCall& call, cudaStre
       std::min_element(times.begin(), times.begin() + candidates.count) - times.begin();
   const auto best = times[fastest] < kClearlyFaster * times[0] ? fastest : 0;
   const cublasLtMatmulAlgo_t& algorithm = candidates.results[best].algo;
-  algorithms_[{call.product, Bucket(call.rows), call.cols}] = algorithm;
-  return absl::StrFormat("%s %dx%dx%d: %s, %.3f ms (first choice %.3f ms)",
-                         ProductName(call.product), call.rows, call.cols, options_.hidden_size,
-                         DescribeAlgorithm(algorithm), times[best], times[0]);
+  algorithms_[KeyOf(call)] = algorithm;
+  return absl::StrFormat(
+      "%s %dx%dx%d: %s, %.3f ms (first choice %.3f ms)", ProductName(call.product), call.rows,
+      call.cols, descriptors.operands.a.rows, DescribeAlgorithm(algorithm), times[best], times[0]);
+}
+
+HeadGemm::Key HeadGemm::KeyOf(const HeadProductCall& call) {
+  return {call.product, Bucket(call.rows), call.cols, call.teacher};
 }
 
 absl::Status HeadGemm::Run(const HeadProductCall& call, cudaStream_t stream) {
   Descriptors descriptors(lt_);
   LMHEAD_RETURN_IF_ERROR(Describe(call, &descriptors));
-  const Key key = {call.product, Bucket(call.rows), call.cols};
+  const Key key = KeyOf(call);
   const auto known = algorithms_.find(key);
   if (known != algorithms_.end() && IsUsable(descriptors, known->second)) {
     return Launch(call, descriptors, known->second, stream);

@@ -1,4 +1,4 @@
-// The three matrix products of a head on cuBLASLt, with algorithms chosen by trial.
+// The matrix products of a head on cuBLASLt, with algorithms chosen by trial.
 //
 // Thread-compatible. Launches only; the caller owns memory and streams. No algorithm that adds with
 // atomics is taken, so that a product gives the same bits in every run of the process.
@@ -9,6 +9,7 @@
 #include <cuda_runtime_api.h>
 
 #include <array>
+#include <compare>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -25,9 +26,20 @@ namespace lmhead {
 // Row-major: hidden [rows, hidden_size], weight [cols, hidden_size], logits [rows, cols] with a
 // stride; cols are the vocabulary columns of one tile.
 enum class HeadProduct : uint8_t {
-  kLogits,      // logits = hidden weight^T + bias
-  kGradHidden,  // grad_hidden = grad_logits weight + beta grad_hidden
-  kGradWeight,  // grad_weight = grad_logits^T hidden + beta grad_weight
+  kLogits,         // logits = hidden weight^T + bias
+  kGradHidden,     // grad_hidden = grad_logits weight + beta grad_hidden
+  kGradWeight,     // grad_weight = grad_logits^T hidden + beta grad_weight
+  kTeacherLogits,  // As kLogits, of a teacher's hidden states and weight.
+};
+
+// What a teacher's product does not share with those of the head.
+struct TeacherProduct {
+  int64_t hidden_size = 0;
+  DType dtype = DType::kBFloat16;         // Of hidden states and weight.
+  DType logits_dtype = DType::kBFloat16;  // float32 for a float32 teacher.
+  int64_t logits_stride = 0;
+
+  friend auto operator<=>(const TeacherProduct&, const TeacherProduct&) = default;
 };
 
 // One product to run.
@@ -38,9 +50,10 @@ struct HeadProductCall {
   const void* hidden = nullptr;  // kLogits, kGradWeight; the head's dtype like the next two.
   const void* weight = nullptr;  // kLogits, kGradHidden
   void* logits = nullptr;        // Read by all but kLogits.
-  const void* bias = nullptr;    // kLogits: [cols] of the head's dtype, or null.
+  const void* bias = nullptr;    // Logits': [cols] of the logits' dtype, or null.
   void* grad = nullptr;          // kGradHidden, kGradWeight
   float beta = 0.0f;
+  TeacherProduct teacher;  // kTeacherLogits
 };
 
 class HeadGemm {
@@ -76,7 +89,9 @@ class HeadGemm {
  private:
   struct Descriptors;
   struct Candidates;
-  using Key = std::tuple<HeadProduct, int64_t, int64_t>;  // Product, bucket of rows, cols.
+  // Product, bucket of rows, cols.
+  using Key = std::tuple<HeadProduct, int64_t, int64_t, TeacherProduct>;
+  static Key KeyOf(const HeadProductCall& call);
 
   HeadGemm(const Options& options, const CublasLtLibrary* library, cublasLtHandle_t handle)
       : options_(options), lt_(library), handle_(handle) {}

@@ -3,7 +3,7 @@
 // One head, one device, one block of device memory carved by the plan at construction. Logits exist
 // for a tile (eval, recompute) or for one batch (retain, frozen), in the head's dtype; statistics,
 // losses and gradient accumulators are float32. Uploads, computation and downloads of three batches
-// overlap on three streams; a thread of the backend waits for each and calls its `done`.
+// overlap on streams of their own; a thread of the backend waits for each and calls its `done`.
 //
 // The first CUDA error is kept: that call and every later one return it (ABORTED), `done` of every
 // batch gets it, and the head has to be deleted; the server stays up.
@@ -20,6 +20,7 @@
 #include "absl/status/statusor.h"
 #include "proto/types/head_spec.h"
 #include "server/compute/backend.h"
+#include "server/compute/collective.h"
 #include "server/memory/arena.h"
 #include "server/memory/cuda_layout.h"  // kCudaBatchesInFlight, for the Executor.
 #include "server/memory/memory_plan.h"
@@ -44,11 +45,17 @@ absl::StatusOr<CudaDevice> DescribeCudaDevice(int device);
 // plan, UNAVAILABLE as CudaAvailable. `account` must outlive the backend. ComputeBatch of the
 // result waits while kCudaBatchesInFlight batches are under way. Rows in memory that is not pinned
 // (server/memory/pinned_memory.h) are correct, but make it wait for their copies.
-// REQUIRES: spec is validated; plan is spec's plan for BackendKind::kCuda and one rank.
+//
+// With several ranks, this is one of them: it has the rows of ShardRange() alone, and every rank
+// gets the same batches in the same order. A collective in host memory is staged through pinned
+// memory; a failure of the group fails its batches, but not the backend. A teacher's logits are
+// held in the head's dtype, whatever the teacher's. REQUIRES: spec is validated; plan is spec's
+// plan for BackendKind::kCuda and that many ranks.
 absl::StatusOr<std::unique_ptr<ComputeBackend>> CreateCudaBackend(const HeadSpec& spec,
                                                                   const MemoryPlan& plan,
                                                                   MemoryAccount* account,
-                                                                  int device);
+                                                                  int device,
+                                                                  const RankContext& context = {});
 
 }  // namespace lmhead
 

@@ -21,7 +21,8 @@ absl::StatusOr<CudaDevice> DescribeCudaDevice(int device) {
 absl::StatusOr<std::unique_ptr<ComputeBackend>> CreateCudaBackend(const HeadSpec& spec,
                                                                   const MemoryPlan& plan,
                                                                   MemoryAccount* account,
-                                                                  int device) {
+                                                                  int device,
+                                                                  const RankContext& context) {
   return absl::UnimplementedError(kNoCuda);
 }
 

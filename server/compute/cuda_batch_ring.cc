@@ -17,9 +17,13 @@ double SecondsBetween(cudaEvent_t start, cudaEvent_t stop) {
   return milliseconds * kSecondsPerMillisecond;
 }
 
+double TokenLoss(const kernels::RowLoss& loss) {
+  return static_cast<double>(loss.cross_entropy) + loss.z_loss + loss.divergence + loss.policy;
+}
+
 // Writes the outputs of one row that the chunk wants.
 void WriteOutputs(const kernels::RowLoss& loss, int64_t row, const ChunkRows& chunk) {
-  if (chunk.token_loss != nullptr) chunk.token_loss[row] = loss.cross_entropy + loss.z_loss;
+  if (chunk.token_loss != nullptr) chunk.token_loss[row] = static_cast<float>(TokenLoss(loss));
   if (chunk.logprob != nullptr) chunk.logprob[row] = loss.logprob;
   if (chunk.lse != nullptr) chunk.lse[row] = loss.lse;
   if (chunk.entropy != nullptr) chunk.entropy[row] = loss.entropy;
@@ -35,10 +39,15 @@ void AddToSums(const kernels::RowLoss& loss, int32_t target, double weight, Loss
   if (loss.argmax == target) ++sums->num_correct;
   sums->weight_sum += weight * loss.class_weight;
   sums->entropy_sum += loss.entropy;
+  sums->dropped_teacher_mass_sum += loss.dropped_teacher_mass;
+  sums->num_clipped += loss.clipped;
+  sums->old_policy_kl_sum += loss.old_policy_kl;
   if (weight == 0.0) return;  // A weight of 0 removes even an infinite loss.
-  sums->loss_sum += weight * (static_cast<double>(loss.cross_entropy) + loss.z_loss);
+  sums->loss_sum += weight * TokenLoss(loss);
   sums->cross_entropy_sum += weight * loss.cross_entropy;
   sums->z_loss_sum += weight * loss.z_loss;
+  sums->divergence_sum += weight * loss.divergence;
+  sums->policy_sum += weight * loss.policy;
 }
 
 std::vector<LossSums> SumUp(const CudaBatch& batch) {
@@ -75,57 +84,59 @@ absl::Status FirstError::Check(const absl::Status& status) {
 }
 
 CudaStreams::~CudaStreams() {
-  for (cudaStream_t stream : {upload, compute, download}) {
+  for (cudaStream_t stream : {upload, compute, exchange, download}) {
     if (stream != nullptr) cudaStreamDestroy(stream);
   }
 }
 
 absl::Status CudaStreams::Create() {
-  for (cudaStream_t* stream : {&upload, &compute, &download}) {
+  for (cudaStream_t* stream : {&upload, &compute, &exchange, &download}) {
     LMHEAD_RETURN_IF_CUDA_ERROR(cudaStreamCreateWithFlags(stream, cudaStreamNonBlocking));
   }
   return absl::OkStatus();
 }
 
 absl::Status CudaStreams::Synchronize() const {
-  for (cudaStream_t stream : {upload, compute, download}) {
+  for (cudaStream_t stream : {upload, compute, exchange, download}) {
     LMHEAD_RETURN_IF_CUDA_ERROR(cudaStreamSynchronize(stream));
   }
   return absl::OkStatus();
 }
 
 CudaBatch::~CudaBatch() {
-  for (cudaEvent_t event : {upload_start, upload_done, compute_start, grads_ready, compute_done,
-                            download_start, download_done}) {
+  for (cudaEvent_t event : {upload_start, upload_done, compute_start, grad_hidden_done, grads_ready,
+                            compute_done, download_start, download_done}) {
     if (event != nullptr) cudaEventDestroy(event);
   }
 }
 
 absl::Status CudaBatch::CreateEvents() {
-  for (cudaEvent_t* event : {&upload_start, &upload_done, &compute_start, &grads_ready,
-                             &compute_done, &download_start, &download_done}) {
+  for (cudaEvent_t* event : {&upload_start, &upload_done, &compute_start, &grad_hidden_done,
+                             &grads_ready, &compute_done, &download_start, &download_done}) {
     LMHEAD_RETURN_IF_CUDA_ERROR(cudaEventCreateWithFlags(event, cudaEventBlockingSync));
   }
   return absl::OkStatus();
 }
 
-absl::StatusOr<std::unique_ptr<CudaBatchRing>> CudaBatchRing::Create(const CudaBuffers& buffers,
-                                                                     int64_t batch_tokens,
-                                                                     int device,
-                                                                     const CudaStreams* streams,
-                                                                     FirstError* first_error) {
-  auto ring = std::unique_ptr<CudaBatchRing>(new CudaBatchRing(device, streams, first_error));
-  const int64_t batch_bytes = batch_tokens * (kRowInputBytes + kRowLossBytes);
+absl::StatusOr<std::unique_ptr<CudaBatchRing>> CudaBatchRing::Create(
+    const CudaBuffers& buffers, int64_t batch_tokens, int device, const CudaStreams* streams,
+    Collective* collective, FirstError* first_error) {
+  auto ring =
+      std::unique_ptr<CudaBatchRing>(new CudaBatchRing(device, streams, collective, first_error));
+  const int64_t batch_bytes = batch_tokens * (kRowInputBytes + kRowPolicyBytes + kRowLossBytes);
   auto pinned = PinnedBlock::Create(kCudaBatchesInFlight * batch_bytes);
   if (!pinned.ok()) return pinned.status();
   ring->pinned_ = *std::move(pinned);
   auto* next = static_cast<std::byte*>(ring->pinned_->data());
+  const auto take = [&](int64_t row_bytes) {
+    return std::exchange(next, next + batch_tokens * row_bytes);
+  };
   for (int i = 0; i < kCudaBatchesInFlight; ++i) {
     CudaBatch& batch = ring->batches_[i];
     batch.device = buffers.batches[i];
-    batch.row_losses = reinterpret_cast<kernels::RowLoss*>(next);
-    batch.row_inputs = reinterpret_cast<kernels::RowInput*>(next + batch_tokens * kRowLossBytes);
-    next += batch_bytes;
+    batch.row_losses = reinterpret_cast<kernels::RowLoss*>(take(kRowLossBytes));
+    batch.row_policies = reinterpret_cast<kernels::RowPolicy*>(take(kRowPolicyBytes));
+    batch.row_inputs = reinterpret_cast<kernels::RowInput*>(take(kRowInputBytes));
     LMHEAD_RETURN_IF_ERROR(batch.CreateEvents());
   }
   ring->thread_ = std::thread([ring = ring.get()] { ring->CompleteAll(); });
@@ -192,6 +203,8 @@ absl::StatusOr<BatchOutput> CudaBatchRing::Complete(CudaBatch* batch) {
   absl::Status finished = CudaStatus(cudaEventSynchronize(batch->download_done), "download");
   if (finished.ok()) finished = CudaStatus(cudaEventSynchronize(batch->compute_done), "compute");
   if (finished = first_error_->Check(finished); !finished.ok()) return finished;
+  // What an ended group left on the streams ran, and gave anything.
+  if (collective_ != nullptr) LMHEAD_RETURN_IF_ERROR(collective_->Check());
   BatchOutput output;
   output.sums = SumUp(*batch);
   output.timings.upload_seconds = SecondsBetween(batch->upload_start, batch->upload_done);

@@ -22,6 +22,7 @@
 #include "absl/synchronization/mutex.h"
 #include "kernels/row_types.h"
 #include "server/compute/backend.h"
+#include "server/compute/collective.h"
 #include "server/memory/cuda_layout.h"
 #include "server/memory/pinned_memory.h"
 
@@ -43,10 +44,11 @@ class FirstError {
   absl::Status first_ ABSL_GUARDED_BY(mu_);
 };
 
-// The three streams of a backend.
+// The streams of a backend.
 struct CudaStreams {
   cudaStream_t upload = nullptr;
   cudaStream_t compute = nullptr;
+  cudaStream_t exchange = nullptr;  // Sums grad_hidden over the ranks, while grad_weight runs.
   cudaStream_t download = nullptr;
 
   CudaStreams() = default;
@@ -60,13 +62,15 @@ struct CudaStreams {
 // One batch under way. The executor's thread fills it in between Begin and Finish.
 struct CudaBatch {
   CudaBatchBuffers device;
-  kernels::RowInput* row_inputs = nullptr;  // Pinned, [batch_tokens], like the next.
+  kernels::RowInput* row_inputs = nullptr;  // Pinned, [batch_tokens], like the next two.
+  kernels::RowPolicy* row_policies = nullptr;
   kernels::RowLoss* row_losses = nullptr;
 
   cudaEvent_t upload_start = nullptr;
   cudaEvent_t upload_done = nullptr;
   cudaEvent_t compute_start = nullptr;
-  cudaEvent_t grads_ready = nullptr;  // What goes down has been computed.
+  cudaEvent_t grad_hidden_done = nullptr;  // This rank's part of it; with several ranks.
+  cudaEvent_t grads_ready = nullptr;       // What goes down has been computed.
   cudaEvent_t compute_done = nullptr;
   cudaEvent_t download_start = nullptr;
   cudaEvent_t download_done = nullptr;
@@ -84,10 +88,12 @@ struct CudaBatch {
 
 class CudaBatchRing {
  public:
-  // `streams` and `first_error` must outlive the ring.
+  // `collective` is null for a head of one rank. It, `streams` and `first_error` must outlive the
+  // ring.
   static absl::StatusOr<std::unique_ptr<CudaBatchRing>> Create(const CudaBuffers& buffers,
                                                                int64_t batch_tokens, int device,
                                                                const CudaStreams* streams,
+                                                               Collective* collective,
                                                                FirstError* first_error);
   ~CudaBatchRing();  // Completes what is under way.
   CudaBatchRing(const CudaBatchRing&) = delete;
@@ -101,8 +107,9 @@ class CudaBatchRing {
   void Drain();
 
  private:
-  CudaBatchRing(int device, const CudaStreams* streams, FirstError* first_error)
-      : device_(device), streams_(streams), first_error_(first_error) {}
+  CudaBatchRing(int device, const CudaStreams* streams, Collective* collective,
+                FirstError* first_error)
+      : device_(device), streams_(streams), collective_(collective), first_error_(first_error) {}
 
   void CompleteAll();
   absl::StatusOr<BatchOutput> Complete(CudaBatch* batch);
@@ -116,6 +123,7 @@ class CudaBatchRing {
 
   const int device_;
   const CudaStreams* const streams_;
+  Collective* const collective_;
   FirstError* const first_error_;
   std::unique_ptr<PinnedBlock> pinned_;
   std::array<CudaBatch, kCudaBatchesInFlight> batches_;

@@ -28,12 +28,46 @@ int64_t VocabTile(const HeadSpec& spec, const MemoryPlan& plan) {
   return std::min(plan.shard_size, std::max(tile, kTileMultiple));
 }
 
+using Carve = absl::FunctionRef<void*(MemoryCategory, int64_t)>;
+
+// Statistics of a row that ranks exchange.
+int64_t PackedRowBytes(const HeadSpec& spec) {
+  if (spec.top_k_max > 0) return 2 * kRowStatsBytes;
+  return kRowStatsBytes + (spec.teacher_hidden_size > 0 ? kPairStatsBytes : 0);
+}
+
+// What teachers and top-k outputs need.
+void LayOutObjectives(const HeadSpec& spec, const MemoryPlan& plan, Carve carve,
+                      CudaBuffers* buffers) {
+  using enum MemoryCategory;
+  const int64_t rows = plan.batch_tokens;
+  const int64_t float_bytes = BytesPerElement(DType::kFloat32);
+  if (spec.teacher_hidden_size > 0) {
+    const int64_t logits_bytes = rows * CudaLogitsStride(plan) * BytesPerElement(spec.weight_dtype);
+    buffers->teacher_logits = carve(kLogitsScratch, logits_bytes);
+    buffers->teacher_hidden = carve(kDeviceStaging, rows * spec.teacher_hidden_size * float_bytes);
+    buffers->jsd_sums = static_cast<float*>(carve(kDeviceStaging, rows * 2 * float_bytes));
+  }
+  if (spec.top_k_max > 0) {
+    const int64_t entries = rows * spec.top_k_max;
+    buffers->topk_values = static_cast<float*>(carve(kDeviceStaging, entries * float_bytes));
+    buffers->topk_stats = carve(kDeviceStaging, rows * kTopkStatsBytes);
+    buffers->topk_entries = carve(kDeviceStaging, entries * kTopkEntryBytes);
+  }
+  if (spec.teacher_hidden_size > 0 || spec.top_k_max > 0) {
+    buffers->divergence_grads = carve(kDeviceStaging, rows * kRowDivergenceGradBytes);
+  }
+}
+
 }  // namespace
 
 int64_t CudaLogitsStride(const MemoryPlan& plan) { return RoundUp(plan.vocab_tile, kTileMultiple); }
 
-CudaBuffers LayOutCuda(const HeadSpec& spec, const MemoryPlan& plan,
-                       absl::FunctionRef<void*(MemoryCategory, int64_t)> carve) {
+int64_t CudaExchangedBytes(const HeadSpec& spec, const MemoryPlan& plan) {
+  return plan.batch_tokens * std::max(PackedRowBytes(spec), spec.top_k_max * kTopkEntryBytes);
+}
+
+CudaBuffers LayOutCuda(const HeadSpec& spec, const MemoryPlan& plan, Carve carve) {
   using enum MemoryCategory;
   const auto floats = [&](MemoryCategory category, int64_t count) {
     return static_cast<float*>(carve(category, count * BytesPerElement(DType::kFloat32)));
@@ -71,8 +105,12 @@ CudaBuffers LayOutCuda(const HeadSpec& spec, const MemoryPlan& plan,
   buffers.logits = carve(kLogitsScratch, rows * CudaLogitsStride(plan) * weight_bytes);
   buffers.hidden = carve(kDeviceStaging, row_elements * weight_bytes);
   if (plan.schedule != Schedule::kEval) buffers.grad_hidden = floats(kDeviceStaging, row_elements);
-  buffers.row_stats = carve(kDeviceStaging, rows * kRowStatsBytes);
+  buffers.row_stats = carve(kDeviceStaging, rows * PackedRowBytes(spec));
   buffers.row_grads = carve(kDeviceStaging, rows * kRowGradBytes);
+  LayOutObjectives(spec, plan, carve, &buffers);
+  if (plan.num_ranks > 1) {
+    buffers.gathered = carve(kCollective, plan.num_ranks * CudaExchangedBytes(spec, plan));
+  }
   buffers.nonfinite = static_cast<uint8_t*>(carve(kDeviceStaging, rows));
   buffers.class_weights = floats(kDeviceStaging, spec.vocab_size);
   const int64_t double_bytes = sizeof(double);
@@ -82,7 +120,18 @@ CudaBuffers LayOutCuda(const HeadSpec& spec, const MemoryPlan& plan,
   for (CudaBatchBuffers& batch : buffers.batches) {
     batch.rows = floats(kDeviceStaging, row_elements);
     batch.row_inputs = carve(kDeviceStaging, rows * kRowInputBytes);
+    batch.row_policies = carve(kDeviceStaging, rows * kRowPolicyBytes);
     batch.row_losses = carve(kDeviceStaging, rows * kRowLossBytes);
+    if (spec.teacher_hidden_size > 0) {
+      batch.teacher_rows = floats(kDeviceStaging, rows * spec.teacher_hidden_size);
+    }
+    if (spec.top_k_max > 0) {
+      const int64_t entries = rows * spec.top_k_max;
+      batch.teacher_topk_ids = reinterpret_cast<int32_t*>(floats(kDeviceStaging, entries));
+      batch.teacher_topk_logprobs = floats(kDeviceStaging, entries);
+      batch.topk_ids = reinterpret_cast<int32_t*>(floats(kDeviceStaging, entries));
+      batch.topk_logprobs = floats(kDeviceStaging, entries);
+    }
   }
   return buffers;
 }

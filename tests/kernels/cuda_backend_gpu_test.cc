@@ -70,12 +70,20 @@ struct Rows {
   ChunkRows chunk;
 };
 
+// With the gradient of the hidden states and the losses wanted.
+BatchInput BatchOf(const LossRecipe& recipe, BackwardMode mode, const ChunkRows& chunk) {
+  return {.recipe = &recipe,
+          .mode = mode,
+          .chunks = {&chunk, 1},
+          .outputs = {.grad_hidden_states = true, .token_loss = true}};
+}
+
 absl::StatusOr<BatchOutput> Compute(ComputeBackend* backend, const ChunkRows& chunk,
                                     BackwardMode mode) {
   const LossRecipe recipe;
   absl::StatusOr<BatchOutput> output;
   absl::Notification done;
-  backend->ComputeBatch({&recipe, mode, {&chunk, 1}}, [&](absl::StatusOr<BatchOutput> result) {
+  backend->ComputeBatch(BatchOf(recipe, mode, chunk), [&](absl::StatusOr<BatchOutput> result) {
     output = std::move(result);
     done.Notify();
   });
@@ -103,7 +111,7 @@ TEST_F(CudaBackendTest, ManyBatchesUnderWayAnswerInOrderAndAlike) {
   absl::BlockingCounter done(kBatches);
   for (int i = 0; i < kBatches; ++i) {
     rows[i].chunk.targets = rows[i].targets;
-    head.backend->ComputeBatch({&recipe, BackwardMode::kHiddenAndWeight, {&rows[i].chunk, 1}},
+    head.backend->ComputeBatch(BatchOf(recipe, BackwardMode::kHiddenAndWeight, rows[i].chunk),
                                [&, i](absl::StatusOr<BatchOutput> result) {
                                  ASSERT_TRUE(result.ok()) << result.status();
                                  order.push_back(i);

@@ -242,8 +242,8 @@ TEST_P(CudaLossTest, StatisticsLossesAndGradientsAreTheOracles) {
   for (Tile& tile : tiles) {
     const MatrixView view = tile.View(c.num_rows, c.dtype);
     const float* const smoothing_weights = recipe_.label_smoothing > 0.0 ? device_weights : nullptr;
-    Check(
-        LaunchGradLogits(view, tile.columns, grads.data(), transform, smoothing_weights, nullptr));
+    Check(LaunchGradLogits(view, tile.columns, grads.data(), transform, smoothing_weights,
+                           /*entropy=*/false, nullptr));
     const DeviceArray<float> sums(std::vector<float>(tile.columns.cols, 0.0f));
     Check(LaunchAddColumnSums(view, tile.columns.cols, sums.data(), nullptr));
     const std::vector<double> grad = Decode(tile.logits->Read(), c.dtype);
@@ -283,7 +283,8 @@ TEST_F(CudaKernelsTest, HiddenRowsAreConvertedAndThoseNotFiniteAreZeroedAndFlagg
           std::vector<std::byte>(kRows * kCols * BytesPerElement(to), std::byte{0x55}));
       const DeviceArray<uint8_t> flags(std::vector<uint8_t>(kRows, 7));
       Check(LaunchLoadHiddenRows({source.data(), kRows, kCols, from},
-                                 {target.data(), kRows, kCols, to}, flags.data(), nullptr));
+                                 {target.data(), kRows, kCols, to}, /*keep_flags=*/false,
+                                 flags.data(), nullptr));
       std::vector<double> want = Decode(Encode(values, from), from);
       for (const int64_t bad : {4, 8}) {
         std::fill_n(want.begin() + bad * kCols, kCols, 0.0);
