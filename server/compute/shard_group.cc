@@ -245,6 +245,11 @@ absl::Status ShardGroup::OnRowsOf(
     int64_t row_start, int64_t num_rows,
     absl::FunctionRef<void(Rank& rank, VocabRange rows, Rank::Done done)> call) {
   if (absl::Status status = CheckShards(); !status.ok()) return status;
+  if (row_start < 0 || num_rows < 0 || num_rows > spec_.vocab_size - row_start) {
+    return absl::InvalidArgumentError(absl::StrCat("head ", spec_.name, ": rows [", row_start, ", ",
+                                                   row_start + num_rows, ") are not all in [0, ",
+                                                   spec_.vocab_size, ")"));
+  }
   return OnAllRanks([&](Rank& rank, int32_t index, Rank::Done done) {
     const VocabRange shard = ShardRange(spec_, pool_->num_ranks(), index);
     const VocabRange rows = {std::max(shard.start, row_start),
