@@ -54,6 +54,10 @@ void ExpectSums(const LossSums& got, const LossSums& want, double tolerance) {
   near(got.z_loss_sum, want.z_loss_sum, "z_loss_sum");
   near(got.weight_sum, want.weight_sum, "weight_sum");
   near(got.entropy_sum, want.entropy_sum, "entropy_sum");
+  near(got.divergence_sum, want.divergence_sum, "divergence_sum");
+  near(got.policy_sum, want.policy_sum, "policy_sum");
+  near(got.dropped_teacher_mass_sum, want.dropped_teacher_mass_sum, "dropped_teacher_mass_sum");
+  near(got.old_policy_kl_sum, want.old_policy_kl_sum, "old_policy_kl_sum");
 }
 
 template <typename T>
@@ -76,6 +80,7 @@ std::vector<ConformanceCase> CasesOf(const BackendUnderTest& backend, DType bflo
        {Schedule::kEval, Schedule::kFrozen, Schedule::kRetain, Schedule::kRecompute}) {
     for (const DType weight : {DType::kFloat32, DType::kBFloat16}) {
       for (const DType hidden : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+        if (backend.num_ranks > 1 && hidden != weight) continue;
         cases.push_back(
             {.backend = backend,
              .schedule = schedule,
@@ -97,36 +102,25 @@ std::vector<ConformanceCase> TrainingCasesOf(const BackendUnderTest& backend,
 
 void PrintTo(const ConformanceCase& c, std::ostream* out) {
   *out << c.backend.name << " " << ScheduleName(c.schedule) << ", weight "
-       << DTypeName(c.weight_dtype) << ", hidden " << DTypeName(c.hidden_dtype);
+       << DTypeName(c.weight_dtype) << ", hidden " << DTypeName(c.hidden_dtype) << ", "
+       << c.backend.num_ranks << " ranks";
 }
 
 std::string CaseName(const testing::TestParamInfo<ConformanceCase>& info) {
   const ConformanceCase& c = info.param;
+  const int32_t num_ranks = c.backend.num_ranks;
   return absl::StrCat(std::string(ScheduleName(c.schedule)), "_weight_",
                       std::string(DTypeName(c.weight_dtype)), "_hidden_",
-                      std::string(DTypeName(c.hidden_dtype)));
+                      std::string(DTypeName(c.hidden_dtype)),
+                      num_ranks > 1 ? absl::StrCat("_ranks_", num_ranks) : "");
 }
-
-namespace {
-
-std::vector<std::string> CrossEntropyPaths() {
-  std::vector<std::string> paths = GoldenPaths();
-  std::erase_if(paths, [](const std::string& path) {
-    const absl::StatusOr<bench::GoldenCase> golden = bench::LoadGoldenCase(path);
-    LMHEAD_CHECK(golden.ok(), golden.status().ToString());
-    return golden->recipe.distillation.has_value() || golden->recipe.policy.has_value();
-  });
-  return paths;
-}
-
-}  // namespace
 
 std::vector<GoldenConformanceCase> GoldenCasesOf(const BackendUnderTest& backend,
                                                  DType bfloat16_head_logits) {
   std::vector<GoldenConformanceCase> cases;
   for (const ConformanceCase& c : CasesOf(backend, bfloat16_head_logits)) {
-    if (c.hidden_dtype != DType::kFloat32) continue;  // No rounding but that of the arithmetic.
-    for (const std::string& path : CrossEntropyPaths()) cases.push_back({c, path});
+    if (c.hidden_dtype != DType::kFloat32 && backend.num_ranks == 1) continue;
+    for (const std::string& path : GoldenPaths()) cases.push_back({c, path});
   }
   return cases;
 }
@@ -169,6 +163,71 @@ ChunkData BackendConformance::MakeChunk(const HeadSpec& spec, int64_t num_tokens
   return chunk;
 }
 
+ChunkData BackendConformance::MakeChunk(Rig* rig, const LossRecipe& recipe, int64_t num_tokens) {
+  ChunkData chunk = MakeChunk(rig->spec(), num_tokens);
+  if (recipe.has_teacher_head()) {
+    chunk.teacher_hidden_states =
+        RoundedTo(recipe.distillation->teacher_hidden_dtype,
+                  Normals(num_tokens * rig->teacher()->spec().hidden_size, 1.0f));
+  }
+  if (recipe.teacher_top_k() > 0) AddTopkTeacher(rig->spec(), recipe.teacher_top_k(), &chunk);
+  if (recipe.policy.has_value()) AddPolicyArrays(rig, recipe, &chunk);
+  return chunk;
+}
+
+// Distinct ids from a random place on; together 0.9 of the teacher's mass.
+void BackendConformance::AddTopkTeacher(const HeadSpec& spec, int32_t top_k, ChunkData* chunk) {
+  std::uniform_int_distribution<int64_t> start(0, spec.vocab_size - 1);
+  for (int64_t token = 0; token < chunk->num_tokens(); ++token) {
+    const int64_t first = start(random_);
+    std::vector<float> mass = Uniforms(top_k, 0.1f, 1.0f);
+    const float sum = std::accumulate(mass.begin(), mass.end(), 0.0f);
+    for (int32_t k = 0; k < top_k; ++k) {  // 7 divides no vocabulary here.
+      chunk->teacher_topk_ids.push_back(static_cast<int32_t>((first + 7 * k) % spec.vocab_size));
+      chunk->teacher_topk_logprobs.push_back(std::log(0.9f * mass[k] / sum));
+    }
+  }
+}
+
+// Ratios far from where a clip begins.
+void BackendConformance::AddPolicyArrays(Rig* rig, const LossRecipe& recipe, ChunkData* chunk) {
+  const int64_t num_tokens = chunk->num_tokens();
+  if (recipe.policy->kind == PolicyKind::kCoefficients) {
+    chunk->logprob_grad = Normals(num_tokens, 1.0f);
+    chunk->entropy_grad = Normals(num_tokens, 0.2f);
+    return;
+  }
+  chunk->advantage = Normals(num_tokens, 1.0f);
+  LossRecipe plain;
+  plain.temperature = recipe.temperature;
+  const std::vector<double> logprob = rig->Expected(plain, *chunk).logprob;
+  constexpr float kLogRatios[] = {-1.5f, -0.5f, -0.05f, 0.0f, 0.05f, 0.5f, 1.5f};
+  for (int64_t token = 0; token < num_tokens; ++token) {
+    const auto near = static_cast<float>(logprob[token]);
+    chunk->old_logprob.push_back(near - kLogRatios[token % 7]);
+    if (recipe.policy->reference_kl_coefficient == 0.0f) continue;
+    chunk->reference_logprob.push_back(near + 0.3f * static_cast<float>(token % 5 - 2));
+  }
+}
+
+void BackendConformance::AddTeacher(Rig* rig, int64_t vocab_size) {
+  const HeadSpec spec = {.name = "teacher",
+                         .vocab_size = vocab_size,
+                         .hidden_size = rig->spec().teacher_hidden_size,
+                         .weight_dtype = GetParam().weight_dtype,
+                         .has_bias = true,
+                         .logit_scale = 0.75f,
+                         .softcap = 6.0f,
+                         .schedule = Schedule::kEval,
+                         .batch_tokens = rig->spec().batch_tokens,
+                         .partition_vocab_size = rig->spec().partition_vocab_size};
+  HeadUnderTest& teacher = rig->AddTeacher(spec);
+  const float std = 2.0f / std::sqrt(static_cast<float>(spec.hidden_size));
+  teacher.Write(TensorKind::kWeight,
+                RoundedTo(spec.weight_dtype, Normals(vocab_size * spec.hidden_size, std)));
+  teacher.Write(TensorKind::kBias, Normals(vocab_size, 0.5f));
+}
+
 std::vector<float> BackendConformance::Normals(int64_t count, float std) {
   std::normal_distribution<float> normal(0.0f, std);
   std::vector<float> values(count);
@@ -194,12 +253,24 @@ void BackendConformance::ExpectAnswer(const ChunkAnswer& answer, const reference
   EXPECT_LE(RelativeError(answer.entropy, want.entropy), token_tolerance);
   if (GetParam().logits_dtype == DType::kFloat32) {
     EXPECT_EQ(answer.argmax, want.argmax);
+    EXPECT_EQ(answer.sums.num_correct, want.sums.num_correct);
+    EXPECT_EQ(answer.sums.num_clipped, want.sums.num_clipped);
   }
   ExpectSums(answer.sums, want.sums, token_tolerance);
   for (const float logprob : answer.logprob) EXPECT_LE(logprob, 0.0f);
   if (answer.grad_hidden_states.empty()) return;
   EXPECT_LE(RelativeError(answer.grad_hidden_states, want.grad_hidden_states),
             tolerances.grad_hidden_states + RoundingOf(GetParam().hidden_dtype) + rounding);
+}
+
+void BackendConformance::ExpectTopk(Rig* rig, const LossRecipe& recipe, const ChunkData& chunk,
+                                    const ChunkAnswer& answer, const reference::Result& want,
+                                    double tolerance) {
+  EXPECT_LE(RelativeError(answer.topk_logprobs, want.topk_logprobs), tolerance);
+  if (rig->top_k() == 0) return;
+  EXPECT_LE(
+      RelativeError(rig->ExpectedLogProbs(recipe, chunk, answer.topk_ids), want.topk_logprobs),
+      tolerance);
 }
 
 void BackendConformance::ExpectGradWeight(Rig* rig, const std::vector<reference::Result>& wants,
@@ -223,6 +294,8 @@ void BackendConformance::ExpectBatch(Rig* rig, const LossRecipe& recipe,
     SCOPED_TRACE(absl::StrCat("chunk ", i));
     wants.push_back(rig->Expected(recipe, chunks[i]));
     ExpectAnswer(answers[i], wants[i], largest_logit);
+    ExpectTopk(rig, recipe, chunks[i], answers[i], wants[i],
+               GetParam().tolerances().token_outputs + RoundingOfLogits(largest_logit));
   }
   if (rig->accumulates()) ExpectGradWeight(rig, wants, largest_logit);
 }
@@ -703,13 +776,19 @@ TEST_P(BackendConformance, LivesInItsPlan) {
   HeadSpec spec = Spec(kRagged);
   spec.has_bias = true;
   const auto rig = MakeRig(spec);
+  HeadUnderTest& head = rig->head();
+  const int32_t num_ranks = GetParam().backend.num_ranks;
   const auto expect_plan = [&] {
-    const MemoryAccount::Snapshot use = rig->account().Read();
-    for (int i = 0; i < kNumMemoryCategories; ++i) {
-      EXPECT_EQ(use.categories[i].live_bytes, rig->plan().bytes[i])
-          << MemoryCategoryName(static_cast<MemoryCategory>(i));
+    for (int32_t rank = 0; rank < num_ranks; ++rank) {
+      const MemoryAccount::Snapshot use = head.account(rank).Read();
+      for (int i = 0; i < kNumMemoryCategories; ++i) {
+        EXPECT_EQ(use.categories[i].live_bytes, head.plan().bytes[i])
+            << MemoryCategoryName(static_cast<MemoryCategory>(i)) << " of rank " << rank;
+      }
+      EXPECT_EQ(use.total.live_bytes, head.plan().TotalBytes());
+      if (num_ranks > 1) continue;  // The peak is that of all heads before.
+      EXPECT_EQ(use.total.peak_process_bytes, head.plan().TotalBytes());
     }
-    EXPECT_EQ(use.total.peak_process_bytes, rig->plan().TotalBytes());
   };
   expect_plan();
   for (const int64_t rows : {1, 40, 128}) rig->Run(kPlain, {MakeChunk(spec, rows)});
@@ -720,34 +799,52 @@ TEST_P(BackendConformance, LivesInItsPlan) {
 
 namespace {
 
-// The backend with the case's head in it.
-std::unique_ptr<Rig> RigOf(const ConformanceCase& c, const reference::Head& head) {
-  const bool trainable = IsTrainable(c.schedule);
-  const HeadSpec spec = {
-      .name = "golden",
-      .vocab_size = head.vocab_size,
-      .hidden_size = head.hidden_size,
-      .weight_dtype = c.weight_dtype,
-      .has_bias = !head.bias.empty(),
-      .logit_scale = static_cast<float>(head.logit_scale),
-      .softcap = static_cast<float>(head.softcap),
-      .trainable = trainable,
-      .optimizer = {.kind = trainable ? OptimizerKind::kSgd : OptimizerKind::kNone},
-      .schedule = c.schedule};
+HeadSpec SpecOf(const ConformanceCase& c, const reference::Head& head) {
+  return {.name = "golden",
+          .vocab_size = head.vocab_size,
+          .hidden_size = head.hidden_size,
+          .weight_dtype = c.weight_dtype,
+          .has_bias = !head.bias.empty(),
+          .logit_scale = static_cast<float>(head.logit_scale),
+          .softcap = static_cast<float>(head.softcap),
+          .schedule = c.schedule};
+}
+
+void Load(const reference::Head& values, HeadUnderTest* head) {
+  head->Write(TensorKind::kWeight, bench::ToFloat(values.weight));
+  if (!values.bias.empty()) head->Write(TensorKind::kBias, bench::ToFloat(values.bias));
+}
+
+// The backend with the case's head in it, and its teacher's.
+std::unique_ptr<Rig> RigOf(const ConformanceCase& c, const bench::GoldenCase& golden) {
+  HeadSpec spec = SpecOf(c, golden.head);
+  spec.trainable = IsTrainable(c.schedule);
+  spec.optimizer.kind = spec.trainable ? OptimizerKind::kSgd : OptimizerKind::kNone;
+  if (golden.teacher.has_value()) spec.teacher_hidden_size = golden.teacher->hidden_size;
+  if (golden.recipe.distillation.has_value()) spec.top_k_max = golden.recipe.distillation->top_k;
   auto rig = std::make_unique<Rig>(c.backend, spec, c.hidden_dtype);
-  rig->Write(TensorKind::kWeight, bench::ToFloat(head.weight));
-  if (!head.bias.empty()) rig->Write(TensorKind::kBias, bench::ToFloat(head.bias));
+  Load(golden.head, &rig->head());
+  if (!golden.teacher.has_value()) return rig;
+  HeadSpec teacher_spec = SpecOf(c, *golden.teacher);
+  teacher_spec.schedule = Schedule::kEval;
+  Load(*golden.teacher, &rig->AddTeacher(teacher_spec));
   return rig;
 }
 
 // What the backend gives for the case, without what its schedule does not give.
-reference::Outputs AnswerOf(const bench::GoldenCase& golden, Rig* rig) {
+reference::Outputs AnswerOf(const bench::GoldenCase& golden, const ConformanceCase& c, Rig* rig) {
+  const reference::Tokens& tokens = golden.tokens;
   const ChunkAnswer answer =
-      rig->Run(bench::RecipeOf(golden),
-               {{.hidden_states = bench::ToFloat(golden.tokens.hidden_states),
-                 .targets = golden.tokens.targets,
-                 .token_weights = bench::ToFloat(golden.tokens.token_weights),
-                 .token_temperature = bench::ToFloat(golden.tokens.token_temperature)}})[0];
+      rig->Run(bench::RecipeOf(golden, "teacher", c.hidden_dtype),
+               {{.hidden_states = bench::ToFloat(tokens.hidden_states),
+                 .targets = tokens.targets,
+                 .token_weights = bench::ToFloat(tokens.token_weights),
+                 .token_temperature = bench::ToFloat(tokens.token_temperature),
+                 .logprob_grad = bench::ToFloat(tokens.logprob_grad),
+                 .entropy_grad = bench::ToFloat(tokens.entropy_grad),
+                 .teacher_topk_ids = tokens.teacher_topk_ids,
+                 .teacher_topk_logprobs = bench::ToFloat(tokens.teacher_topk_logprobs),
+                 .teacher_hidden_states = bench::ToFloat(tokens.teacher_hidden_states)}})[0];
   reference::Outputs outputs;
   const auto add = [&](const char* name, const auto& values) {
     if (!values.empty()) outputs[name].assign(values.begin(), values.end());
@@ -768,8 +865,8 @@ reference::Outputs AnswerOf(const bench::GoldenCase& golden, Rig* rig) {
 
 // For a backend that holds logits in bfloat16: the rule of kernels/reference/compare.h.
 void ExpectWithinTwiceDense(const bench::GoldenCase& golden, const reference::Outputs& answer) {
-  const reference::Outputs plain =
-      PlainOutputs(golden.head, golden.recipe, golden.tokens, DType::kBFloat16);
+  const reference::Outputs plain = PlainOutputs(golden.head, golden.recipe, golden.tokens,
+                                                DType::kBFloat16, golden.teacher_head());
   for (const auto& [name, got] : answer) {
     const reference::OutputError error = reference::CompareOutput(
         name, got, golden.expected.at(name), plain.at(name), DType::kBFloat16);
@@ -780,7 +877,8 @@ void ExpectWithinTwiceDense(const bench::GoldenCase& golden, const reference::Ou
 }
 
 void ExpectWithinTolerances(const bench::GoldenCase& golden, const reference::Outputs& answer,
-                            const Tolerances& tolerances) {
+                            const ConformanceCase& c) {
+  const Tolerances& tolerances = c.tolerances();
   const double rounding = RoundingOfLogits(LargestMagnitude(golden.expected.at("lse")));
   for (const auto& [name, got] : answer) {
     SCOPED_TRACE(name);
@@ -788,9 +886,11 @@ void ExpectWithinTolerances(const bench::GoldenCase& golden, const reference::Ou
     if (name == "argmax" || name == "num_valid_tokens") {
       EXPECT_EQ(got, want);
     } else if (name == "loss_sum") {
-      EXPECT_NEAR(got[0], want[0], (tolerances.token_outputs + rounding) * std::max(1.0, want[0]));
+      EXPECT_NEAR(got[0], want[0],
+                  (tolerances.token_outputs + rounding) * std::max(1.0, std::fabs(want[0])));
     } else if (name == "grad_hidden_states") {
-      EXPECT_LE(RelativeError(got, want), tolerances.grad_hidden_states + rounding);
+      EXPECT_LE(RelativeError(got, want),
+                tolerances.grad_hidden_states + RoundingOf(c.hidden_dtype) + rounding);
     } else if (name == "grad_weight" || name == "grad_bias") {
       EXPECT_LE(RelativeError(got, want), tolerances.grad_weight + rounding);
     } else {
@@ -805,11 +905,11 @@ TEST_P(GoldenConformance, EqualsTorch) {
   const ConformanceCase& c = GetParam().conformance;
   const absl::StatusOr<bench::GoldenCase> golden = bench::LoadGoldenCase(GetParam().path);
   ASSERT_TRUE(golden.ok()) << golden.status();
-  const reference::Outputs answer = AnswerOf(*golden, RigOf(c, golden->head).get());
+  const reference::Outputs answer = AnswerOf(*golden, c, RigOf(c, *golden).get());
   if (c.logits_dtype == DType::kBFloat16) {
     ExpectWithinTwiceDense(*golden, answer);
   } else {
-    ExpectWithinTolerances(*golden, answer, c.tolerances());
+    ExpectWithinTolerances(*golden, answer, c);
   }
 }
 

@@ -1,9 +1,10 @@
 // The one suite that every ComputeBackend passes: each schedule, weight dtype and hidden dtype
 // against the oracle, over ragged shapes and the traps of docs/NUMERICS.md, and the golden cases.
 //
-// A backend joins by naming itself in a BackendUnderTest and instantiating the suites:
+// A backend joins by naming itself in a BackendUnderTest and instantiating the suites, once for
+// each number of ranks:
 //
-//   const BackendUnderTest kCpu = {"cpu", BackendKind::kCpu, CreateCpuBackend};
+//   const BackendUnderTest kCpu = {.name = "cpu", .create = CreateCpuBackend};
 //   INSTANTIATE_TEST_SUITE_P(Cpu, BackendConformance, testing::ValuesIn(CasesOf(kCpu)), CaseName);
 //   INSTANTIATE_TEST_SUITE_P(Cpu, TrainingConformance, testing::ValuesIn(TrainingCasesOf(kCpu)),
 //                            CaseName);
@@ -39,8 +40,8 @@ struct ConformanceCase {
   }
 };
 
-// Every schedule, weight dtype and hidden dtype. `bfloat16_head_logits` is the dtype that logits of
-// a bfloat16 head are held in.
+// Every schedule, weight dtype and hidden dtype; of several ranks the same dtype for both.
+// `bfloat16_head_logits` is the dtype that logits of a bfloat16 head are held in.
 std::vector<ConformanceCase> CasesOf(const BackendUnderTest& backend,
                                      DType bfloat16_head_logits = DType::kFloat32);
 // Those of them whose head is trainable.
@@ -55,7 +56,7 @@ struct GoldenConformanceCase {
   std::string path;
 };
 
-// Every golden case of cross entropy with every schedule and weight dtype.
+// Every golden case with every schedule and weight dtype.
 std::vector<GoldenConformanceCase> GoldenCasesOf(const BackendUnderTest& backend,
                                                  DType bfloat16_head_logits = DType::kFloat32);
 std::string GoldenCaseName(const testing::TestParamInfo<GoldenConformanceCase>& info);
@@ -76,15 +77,28 @@ class BackendConformance : public testing::TestWithParam<ConformanceCase> {
 
   // Random rows with every optional input; about one target in five is ignore_index.
   ChunkData MakeChunk(const HeadSpec& spec, int64_t num_tokens);
+  // Such rows with what `recipe` asks for, besides.
+  ChunkData MakeChunk(Rig* rig, const LossRecipe& recipe, int64_t num_tokens);
+  void AddTopkTeacher(const HeadSpec& spec, int32_t top_k, ChunkData* chunk);
+  void AddPolicyArrays(Rig* rig, const LossRecipe& recipe, ChunkData* chunk);
+
+  // Gives the rig a teacher of `vocab_size` words and another width and transform.
+  void AddTeacher(Rig* rig, int64_t vocab_size);
+
   std::vector<float> Normals(int64_t count, float std);
   std::vector<float> Uniforms(int64_t count, float low, float high);
 
-  // Compares an answer with the oracle. `largest_logit` widens the bounds by the rounding of
-  // logits of that size.
+  // Compares an answer with the oracle, all but the ids of the top k. `largest_logit` widens the
+  // bounds by the rounding of logits of that size.
   void ExpectAnswer(const ChunkAnswer& answer, const reference::Result& want,
                     double largest_logit = 0.0);
   void ExpectGradWeight(Rig* rig, const std::vector<reference::Result>& wants,
                         double largest_logit = 0.0);
+
+  // The ids of the top k are those of the largest log-probabilities, whichever of two nearly equal
+  // ones comes first.
+  void ExpectTopk(Rig* rig, const LossRecipe& recipe, const ChunkData& chunk,
+                  const ChunkAnswer& answer, const reference::Result& want, double tolerance);
 
   // Runs the chunks as one batch and compares everything.
   void ExpectBatch(Rig* rig, const LossRecipe& recipe, const std::vector<ChunkData>& chunks,

@@ -1,16 +1,44 @@
 #include "server/compute/cpu_backend.h"
+#include "server/compute/gloo_collective.h"
 #include "tests/conformance/backend_conformance.h"
+#include "tests/conformance/property_conformance.h"
 
 namespace lmhead {
 namespace {
 
-const BackendUnderTest kCpu = {"cpu", BackendKind::kCpu, CreateCpuBackend};
+absl::StatusOr<std::unique_ptr<Collective>> CreateCollective(int32_t rank, int32_t size) {
+  return CreateGlooCollective(rank, size, GlooOptions());
+}
 
-INSTANTIATE_TEST_SUITE_P(Cpu, BackendConformance, testing::ValuesIn(CasesOf(kCpu)), CaseName);
-INSTANTIATE_TEST_SUITE_P(Cpu, TrainingConformance, testing::ValuesIn(TrainingCasesOf(kCpu)),
+BackendUnderTest CpuOf(int32_t num_ranks) {
+  return {.name = "cpu",
+          .kind = BackendKind::kCpu,
+          .num_ranks = num_ranks,
+          .create = CreateCpuBackend,
+          .create_collective = CreateCollective};
+}
+
+// Cases of several numbers of ranks. Nine ranks leave the smallest vocabularies to some of them.
+template <typename Case>
+std::vector<Case> OnRanks(std::vector<Case> (*cases)(const BackendUnderTest&, DType),
+                          std::initializer_list<int32_t> nums_ranks) {
+  std::vector<Case> all;
+  for (const int32_t num_ranks : nums_ranks) {
+    const std::vector<Case> some = cases(CpuOf(num_ranks), DType::kFloat32);
+    all.insert(all.end(), some.begin(), some.end());
+  }
+  return all;
+}
+
+INSTANTIATE_TEST_SUITE_P(Cpu, BackendConformance, testing::ValuesIn(OnRanks(CasesOf, {1, 2, 3})),
                          CaseName);
-INSTANTIATE_TEST_SUITE_P(Cpu, GoldenConformance, testing::ValuesIn(GoldenCasesOf(kCpu)),
-                         GoldenCaseName);
+INSTANTIATE_TEST_SUITE_P(Cpu, TrainingConformance,
+                         testing::ValuesIn(OnRanks(TrainingCasesOf, {1, 2, 3})), CaseName);
+INSTANTIATE_TEST_SUITE_P(Cpu, GoldenConformance,
+                         testing::ValuesIn(OnRanks(GoldenCasesOf, {1, 2, 3, 9})), GoldenCaseName);
+INSTANTIATE_TEST_SUITE_P(Cpu, PropertyConformance,
+                         testing::ValuesIn(PropertyCasesOf({CpuOf(1), CpuOf(2), CpuOf(3)})),
+                         PropertyName);
 
 }  // namespace
 }  // namespace lmhead

@@ -1,10 +1,12 @@
-// A backend under test with one head, fed with plain vectors and asked for plain vectors.
+// A backend under test with one head, and its teacher's, fed with plain vectors and asked for plain
+// vectors.
 
 #ifndef LMHEAD_TESTS_CONFORMANCE_RIG_H_
 #define LMHEAD_TESTS_CONFORMANCE_RIG_H_
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -13,32 +15,26 @@
 #include "proto/types/head_spec.h"
 #include "proto/types/loss_recipe.h"
 #include "server/compute/backend.h"
+#include "server/compute/collective.h"
 #include "server/memory/arena.h"
 #include "server/memory/memory_plan.h"
+#include "tests/conformance/chunk_data.h"
 
 namespace lmhead {
 
-// An implementation of ComputeBackend.
+// An implementation of ComputeBackend, whole or split over ranks of this process. All heads of a
+// name and number of ranks share one group.
 struct BackendUnderTest {
   std::string name;
   BackendKind kind = BackendKind::kCpu;
+  int32_t num_ranks = 1;
   absl::StatusOr<std::unique_ptr<ComputeBackend>> (*create)(const HeadSpec& spec,
                                                             const MemoryPlan& plan,
-                                                            MemoryAccount* account) = nullptr;
-};
-
-// `values` as elements of `dtype`, and back. Values that the dtype cannot hold are rounded.
-std::vector<std::byte> Pack(const std::vector<float>& values, DType dtype);
-std::vector<float> Unpack(const std::vector<std::byte>& bytes, DType dtype);
-std::vector<float> RoundedTo(DType dtype, const std::vector<float>& values);
-
-// The inputs of one chunk.
-struct ChunkData {
-  std::vector<float> hidden_states;  // [num_tokens, hidden_size], values of the hidden dtype.
-  std::vector<int32_t> targets;      // [num_tokens]
-  std::vector<float> token_weights;  // Empty, or [num_tokens], like the next.
-  std::vector<float> token_temperature;
-  float grad_scale = 1.0f;
+                                                            MemoryAccount* account,
+                                                            const RankContext& context) = nullptr;
+  // One rank's end of a group; not needed for one rank.
+  absl::StatusOr<std::unique_ptr<Collective>> (*create_collective)(int32_t rank,
+                                                                   int32_t size) = nullptr;
 };
 
 // Every output of one chunk.
@@ -49,14 +45,46 @@ struct ChunkAnswer {
   std::vector<float> lse;
   std::vector<float> entropy;
   std::vector<int32_t> argmax;
+  std::vector<int32_t> topk_ids;  // [num_tokens, top_k], like the next.
+  std::vector<float> topk_logprobs;
   std::vector<float> grad_hidden_states;  // Empty in mode kNone.
+};
+
+// One head in the backend.
+class HeadUnderTest {
+ public:
+  // Creates it under spec.schedule; ends the process when that fails.
+  HeadUnderTest(const BackendUnderTest& backend, const HeadSpec& spec);
+
+  // Tensors as float32, all rows; ends the process on an error.
+  void Write(TensorKind kind, const std::vector<float>& values);
+  std::vector<float> Read(TensorKind kind);
+
+  // The head as the oracle takes it.
+  reference::Head ToReference();
+
+  ComputeBackend& backend() { return *backend_; }
+  const HeadSpec& spec() const { return spec_; }
+  const MemoryPlan& plan() const { return plan_; }
+  // Memory of one rank; of several ranks with that of all heads of their group.
+  MemoryAccount& account(int32_t rank = 0);
+
+ private:
+  DType DTypeOf(TensorKind kind) const;
+
+  const BackendUnderTest under_test_;
+  const HeadSpec spec_;
+  const MemoryPlan plan_;
+  MemoryAccount account_;
+  std::unique_ptr<ComputeBackend> backend_;
 };
 
 class Rig {
  public:
-  // Creates the backend of `spec` under spec.schedule; ends the process when that fails.
   Rig(const BackendUnderTest& backend, const HeadSpec& spec, DType hidden_dtype);
-  ~Rig();
+
+  // Gives the head a teacher: batches of recipes with a teacher head use it from now on.
+  HeadUnderTest& AddTeacher(const HeadSpec& spec);
 
   // Computes the chunks as one batch, with every output wanted.
   absl::StatusOr<std::vector<ChunkAnswer>> Run(const LossRecipe& recipe, BackwardMode mode,
@@ -68,33 +96,38 @@ class Rig {
   // Lets grad_hidden_states of every chunk overwrite its hidden_states, as staging slots do.
   void set_in_place(bool in_place) { in_place_ = in_place; }
 
-  // Tensors as float32, all rows; ends the process on an error.
-  void Write(TensorKind kind, const std::vector<float>& values);
-  std::vector<float> Read(TensorKind kind);
+  // Entries of the top-k outputs; 0 at first.
+  void set_top_k(int32_t top_k) { top_k_ = top_k; }
+  int32_t top_k() const { return top_k_; }
+
+  void Write(TensorKind kind, const std::vector<float>& values) { head_.Write(kind, values); }
+  std::vector<float> Read(TensorKind kind) { return head_.Read(kind); }
 
   // What the oracle and plain dense arithmetic say of the same chunk and the values given as weight
   // and bias.
   reference::Result Expected(const LossRecipe& recipe, const ChunkData& chunk);
   reference::Result PlainDense(const LossRecipe& recipe, const ChunkData& chunk,
                                DType logits_dtype);
+  // The oracle's log-probabilities of ids, as many a row; 0 for rows that are not finite.
+  std::vector<double> ExpectedLogProbs(const LossRecipe& recipe, const ChunkData& chunk,
+                                       const std::vector<int32_t>& ids);
 
   BackwardMode mode() const;
   bool accumulates() const { return mode() == BackwardMode::kHiddenAndWeight; }
-  ComputeBackend& backend() { return *backend_; }
-  const HeadSpec& spec() const { return spec_; }
-  MemoryAccount& account() { return account_; }
-  const MemoryPlan& plan() const { return plan_; }
+  HeadUnderTest& head() { return head_; }
+  HeadUnderTest* teacher() { return teacher_.get(); }
+  ComputeBackend& backend() { return head_.backend(); }
+  const HeadSpec& spec() const { return head_.spec(); }
 
  private:
-  DType DTypeOf(TensorKind kind) const;
-  reference::Head Head();
+  std::optional<reference::Head> TeacherOf(const LossRecipe& recipe);
 
-  const HeadSpec spec_;
+  const BackendUnderTest under_test_;
   const DType hidden_dtype_;
-  const MemoryPlan plan_;
   bool in_place_ = false;
-  MemoryAccount account_;
-  std::unique_ptr<ComputeBackend> backend_;
+  int32_t top_k_ = 0;
+  std::unique_ptr<HeadUnderTest> teacher_;
+  HeadUnderTest head_;
 };
 
 }  // namespace lmhead
