@@ -90,9 +90,20 @@ void RankPool::Fail(uint64_t generation, int32_t rank, const absl::Status& error
   for (const std::unique_ptr<Rank>& each : ranks_) each->Abort(named);
 }
 
-HeadId RankPool::NextHeadId() {
+HeadId RankPool::AddHead() {
   absl::MutexLock lock(&mu_);
-  return ++last_head_id_;
+  heads_.insert(++last_head_);
+  return last_head_;
+}
+
+void RankPool::RemoveHead(HeadId head) {
+  absl::MutexLock lock(&mu_);
+  heads_.erase(head);
+}
+
+std::vector<HeadId> RankPool::heads() const {
+  absl::MutexLock lock(&mu_);
+  return {heads_.begin(), heads_.end()};
 }
 
 }  // namespace lmhead

@@ -16,6 +16,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <set>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
@@ -65,7 +66,10 @@ class RankPool {
   // generation is not being connected.
   std::shared_ptr<InProcessStore> store(uint64_t generation) const;
 
-  HeadId NextHeadId();
+  // Numbers of the heads that exist; never used again.
+  HeadId AddHead();
+  void RemoveHead(HeadId head);
+  std::vector<HeadId> heads() const;
 
  private:
   absl::Status CheckPresent() const;
@@ -78,7 +82,8 @@ class RankPool {
   uint64_t generation_ ABSL_GUARDED_BY(mu_) = 0;
   bool connected_ ABSL_GUARDED_BY(mu_) = false;
   absl::Status failure_ ABSL_GUARDED_BY(mu_);
-  HeadId last_head_id_ ABSL_GUARDED_BY(mu_) = 0;
+  HeadId last_head_ ABSL_GUARDED_BY(mu_) = 0;
+  std::set<HeadId> heads_ ABSL_GUARDED_BY(mu_);
 };
 
 }  // namespace lmhead

@@ -65,7 +65,7 @@ absl::StatusOr<std::unique_ptr<ShardGroup>> ShardGroup::Create(RankPool* pool, c
 }
 
 ShardGroup::ShardGroup(RankPool* pool, const HeadSpec& spec)
-    : pool_(pool), spec_(spec), id_(pool->NextHeadId()), under_way_(std::make_shared<UnderWay>()) {
+    : pool_(pool), spec_(spec), id_(pool->AddHead()), under_way_(std::make_shared<UnderWay>()) {
   for (int32_t rank = 0; rank < pool->num_ranks(); ++rank) {
     sessions_.push_back(pool->rank(rank).session());
   }
@@ -73,6 +73,7 @@ ShardGroup::ShardGroup(RankPool* pool, const HeadSpec& spec)
 
 ShardGroup::~ShardGroup() {
   AwaitBatches();
+  pool_->RemoveHead(id_);
   OnAllRanks([this](Rank& rank, int32_t index, Rank::Done done) {
     rank.DestroyHead(id_, std::move(done));
   }).IgnoreError();  // A follower that is away drops it when it is back.

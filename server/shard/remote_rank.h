@@ -1,0 +1,104 @@
+// A rank that a follower holds, as the leader drives it: commands out, replies in.
+//
+// The rank is there while a call of the follower is attached to it. When it goes away (the call
+// ends, or the follower has been silent for too long) every command under way is answered with the
+// reason, so that none hangs, and the owner is told, who ends the group for the other ranks.
+
+#ifndef LMHEAD_SERVER_SHARD_REMOTE_RANK_H_
+#define LMHEAD_SERVER_SHARD_REMOTE_RANK_H_
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+#include "lmhead/v1/shard.pb.h"
+#include "server/compute/rank.h"
+#include "server/metrics/metrics.h"
+#include "server/shard/outbox.h"
+
+namespace lmhead {
+
+using LeaderOutbox = Outbox<v1::FollowResponse>;
+
+// Thread-safe.
+class RemoteRank final : public Rank {
+ public:
+  // A follower that says nothing for `silence_limit` is gone.
+  RemoteRank(int32_t rank, absl::Duration silence_limit);
+  ~RemoteRank() override;
+
+  // Told of every loss, on any thread. Set before the first call is attached.
+  void SetOnLost(std::function<void(const absl::Status&)> on_lost);
+
+  // --- For the owner of the follower's call ---
+
+  // The follower's call now stands for the rank; its outbox starts with `welcome`. Takes the place
+  // of an earlier call of the same session, or one that has been silent. ALREADY_EXISTS while
+  // another process has the rank.
+  absl::Status Attach(const v1::JoinGroup& join, const std::string& peer,
+                      const v1::Welcome& welcome, std::shared_ptr<LeaderOutbox> outbox);
+  // From that call. Nothing when it is not attached any more.
+  void Receive(const LeaderOutbox* from, const v1::FollowRequest& message);
+  // The rank is away, with a reason.
+  void Detach(const LeaderOutbox* from, const absl::Status& reason);
+
+  // Pings, and detaches a call that has been silent. Called several times a silence limit.
+  void Tick();
+
+  // The follower's side of GetServerInfo; nothing while none has ever been there.
+  std::optional<v1::JoinGroup> facts() const;
+  RankMemory memory() const;
+
+  // --- Rank ---
+
+  void Connect(uint64_t generation, RendezvousStore* store, Done done) override;
+  void Abort(const absl::Status& reason) override;
+  uint64_t session() const override;
+  void CreateHead(HeadId head, const HeadSpec& spec, const MemoryPlan& plan, Done done) override;
+  void DestroyHead(HeadId head, Done done) override;
+  // REQUIRES: input.broadcast_hidden_states.
+  void ComputeBatch(HeadId head, HeadId teacher, const BatchInput& input,
+                    ComputeBackend::BatchDone done) override;
+  void GradSquaredNorm(HeadId head, SumDone done) override;
+  void ApplyUpdate(HeadId head, const OptimizerUpdate& update, Done done) override;
+  void DiscardGradients(HeadId head, Done done) override;
+  void AddGradRows(HeadId head, std::span<const int32_t> row_ids, int64_t row_start,
+                   ConstMatrixView rows, Done done) override;
+  void WriteRows(HeadId head, TensorKind kind, int64_t row_start, ConstMatrixView rows,
+                 Done done) override;
+  void ReadRows(HeadId head, TensorKind kind, int64_t row_start, MatrixView rows,
+                Done done) override;
+  void SetNumUpdates(HeadId head, int64_t num_updates, Done done) override;
+
+ private:
+  using ReplyDone = std::function<void(const absl::Status&, const v1::CommandReply&)>;
+
+  void Send(v1::Command command, ReplyDone done);
+  void SendSimple(v1::Command command, Done done);
+  void DetachIf(const std::function<bool()>& condition, const absl::Status& reason);
+
+  const int32_t rank_;
+  const absl::Duration silence_limit_;
+  std::function<void(const absl::Status&)> on_lost_;
+  mutable absl::Mutex mu_;
+  std::shared_ptr<LeaderOutbox> outbox_ ABSL_GUARDED_BY(mu_);  // Null while the rank is away.
+  std::optional<v1::JoinGroup> join_ ABSL_GUARDED_BY(mu_);     // Of the last call.
+  std::string peer_ ABSL_GUARDED_BY(mu_);
+  absl::Time last_heard_ ABSL_GUARDED_BY(mu_);
+  v1::MemoryReport memory_ ABSL_GUARDED_BY(mu_);
+  uint64_t last_command_ ABSL_GUARDED_BY(mu_) = 0;
+  std::map<uint64_t, ReplyDone> pending_ ABSL_GUARDED_BY(mu_);
+  std::optional<LossRecipe> last_recipe_ ABSL_GUARDED_BY(mu_);  // That this call was sent.
+};
+
+}  // namespace lmhead
+
+#endif  // LMHEAD_SERVER_SHARD_REMOTE_RANK_H_

@@ -1,0 +1,43 @@
+// Between the messages of shard.proto and the domain's types.
+//
+// …FromProto() checks what it reads: INTERNAL for a message that no leader of this release sends.
+
+#ifndef LMHEAD_SERVER_SHARD_SHARD_MESSAGES_H_
+#define LMHEAD_SERVER_SHARD_SHARD_MESSAGES_H_
+
+#include <cstdint>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "lmhead/v1/shard.pb.h"
+#include "proto/types/tensor_view.h"
+#include "server/compute/backend.h"
+#include "server/memory/arena.h"
+#include "server/metrics/metrics.h"
+
+namespace lmhead {
+
+absl::Status StatusFromReply(const v1::CommandReply& reply);
+void StatusToReply(const absl::Status& status, v1::CommandReply* reply);
+
+// The rows of a chunk but its hidden states and outputs. The spans of the second point into the
+// message.
+v1::ShardChunk ShardChunkToProto(const ChunkRows& rows);
+absl::StatusOr<ChunkRows> ShardChunkFromProto(const v1::ShardChunk& proto);
+
+// With and without the data. The view of the second points into the message.
+v1::RowBlock RowBlockToProto(const ConstMatrixView& rows, bool with_data);
+absl::StatusOr<ConstMatrixView> RowBlockFromProto(const v1::RowBlock& proto);
+
+absl::StatusOr<BackwardMode> BackwardModeFromNumber(int32_t number);
+absl::StatusOr<TensorKind> TensorKindFromNumber(int32_t number);
+
+// What a rank's account and its device say.
+v1::MemoryReport MemoryToProto(const MemoryAccount::Snapshot& snapshot, int64_t limit_bytes,
+                               int64_t device_used_bytes, int64_t device_peak_bytes);
+RankMemory MemoryFromProto(const v1::MemoryReport& proto, int32_t rank);
+
+}  // namespace lmhead
+
+#endif  // LMHEAD_SERVER_SHARD_SHARD_MESSAGES_H_
