@@ -190,6 +190,38 @@ TEST(MemoryPlanTest, BreakdownNamesEveryCategoryThatHoldsSomethingLargestFirst) 
   EXPECT_THAT(text, HasSubstr("total"));
 }
 
+// Worked out by hand, of a shard of half of 131072 rows under recompute.
+TEST(MemoryPlanTest, CpuScratchOfATeacherOfTopKAndOfRanks) {
+  HeadSpec spec = Spec(131072, 4096, DType::kBFloat16);
+  const PlanOptions options = {.num_ranks = 2};
+  const MemoryPlan plain = PlanForSchedule(spec, Schedule::kRecompute, options);
+  const auto more = [&](MemoryCategory category) {
+    return PlanForSchedule(spec, Schedule::kRecompute, options)[category] - plain[category];
+  };
+  EXPECT_EQ(plain[MemoryCategory::kCollective], 1024 * 4096 * 4);  // Broadcast rows.
+  spec.teacher_hidden_size = 8192;
+  EXPECT_EQ(more(MemoryCategory::kLogitsScratch), 1024 * kCpuVocabTile * 4);
+  EXPECT_EQ(more(MemoryCategory::kDeviceStaging), 1024 * (8192 * 4 + kCpuDivergenceStateBytes));
+  EXPECT_EQ(more(MemoryCategory::kCollective), 1024 * 4096 * 4);
+  spec.teacher_hidden_size = 0;
+  spec.top_k_max = 1000;
+  EXPECT_EQ(more(MemoryCategory::kLogitsScratch), 0);
+  EXPECT_EQ(
+      more(MemoryCategory::kDeviceStaging),
+      1024 * (1000 * (kCpuTeacherEntryBytes + kCpuTopKEntryBytes) + kCpuDivergenceStateBytes));
+  // The lists of one rank and of both are more than the rows.
+  EXPECT_EQ(more(MemoryCategory::kCollective), 1024 * (3 * 1000 * 8 - 4096 * 4));
+}
+
+// A small student is split where its larger teacher is, so its last shard is not the smallest.
+TEST(MemoryPlanTest, APartitionOfAnotherSizeMovesTheShards) {
+  HeadSpec spec = Spec(1000, 64, DType::kFloat32);
+  spec.partition_vocab_size = 1600;
+  EXPECT_EQ(PlanForSchedule(spec, Schedule::kRetain, {.num_ranks = 4}).shard_size, 400);
+  spec.partition_vocab_size = 800;
+  EXPECT_EQ(PlanForSchedule(spec, Schedule::kRetain, {.num_ranks = 4}).shard_size, 400);
+}
+
 // Every piece a backend carves has a place in the plan: carved one by one they fill it exactly.
 class PlanAndCarveTest
     : public ::testing::TestWithParam<std::tuple<DType, bool, bool, Schedule, int64_t>> {};
@@ -200,6 +232,10 @@ TEST_P(PlanAndCarveTest, CarvingThePiecesFillsThePlan) {
   spec.has_bias = has_bias;
   spec.trainable = trainable;
   if (!trainable) spec.optimizer.kind = OptimizerKind::kNone;
+  if (has_bias) {  // Everything optional at once.
+    spec.teacher_hidden_size = 53;
+    spec.top_k_max = 7;
+  }
   const MemoryPlan plan = PlanForSchedule(spec, schedule, {.batch_tokens = batch_tokens});
   MemoryAccount account;
   {
@@ -223,6 +259,12 @@ TEST_P(PlanAndCarveTest, CarvingThePiecesFillsThePlan) {
     arena->Carve(MemoryCategory::kDeviceStaging, scratch.hidden_bytes);
     arena->Carve(MemoryCategory::kDeviceStaging, scratch.grad_hidden_bytes);
     arena->Carve(MemoryCategory::kDeviceStaging, scratch.row_state_bytes);
+    arena->Carve(MemoryCategory::kLogitsScratch, scratch.teacher_logits_bytes);
+    arena->Carve(MemoryCategory::kDeviceStaging, scratch.teacher_hidden_bytes);
+    arena->Carve(MemoryCategory::kDeviceStaging, scratch.divergence_bytes);
+    arena->Carve(MemoryCategory::kDeviceStaging, scratch.teacher_entries_bytes);
+    arena->Carve(MemoryCategory::kDeviceStaging, scratch.top_k_bytes);
+    arena->Carve(MemoryCategory::kCollective, scratch.collective_bytes);
     arena->Carve(MemoryCategory::kLibraryWorkspace, scratch.weight_tile_bytes);
     arena->Carve(MemoryCategory::kLibraryWorkspace, scratch.gemm_scratch_bytes);
     arena->Seal();
