@@ -15,11 +15,13 @@ build=(
   libgtest-dev libgmock-dev
 )
 # Version 14 of the LLVM tools by name: both systems have it, and formatting differs between versions.
-checks=(clang-format-14 clang-tidy-14 python3 python3-protobuf python3-venv shellcheck curl prometheus systemd)
+checks=(clang-format-14 clang-tidy-14 python3 python3-protobuf python3-venv shellcheck curl prometheus systemd openssl)
+# For the tests of the Python package.
+python=(python3-torch python3-numpy python3-pip python3-setuptools python3-wheel patchelf)
 
 case "${1:-all}" in
   build) wanted=("${build[@]}") ;;
-  all) wanted=("${build[@]}" "${checks[@]}") ;;
+  all) wanted=("${build[@]}" "${checks[@]}" "${python[@]}") ;;
   *) echo "setup: got '$1', wanted build or all" >&2; exit 2 ;;
 esac
 
@@ -66,6 +68,10 @@ fi
 # keeps it from starting later.
 export DEBIAN_FRONTEND=noninteractive SYSTEMD_OFFLINE=1
 apt-get update -q
+if ! apt-cache show python3-torch >/dev/null 2>&1; then
+  echo "setup: this release has no python3-torch: the tests of the Python package will be skipped"
+  mapfile -t missing < <(printf '%s\n' "${missing[@]}" | grep -vx python3-torch)
+fi
 apt-get install -y -q --no-install-recommends -o Dpkg::Use-Pty=0 "${missing[@]}"
 case " ${missing[*]} " in
   *" prometheus "*) ! command -v systemctl >/dev/null || systemctl disable prometheus || true ;;

@@ -14,7 +14,11 @@ namespace {
 using lmhead::CheckGiven;
 using lmhead::Guarded;
 
-constexpr size_t kClientOptionsFirstSize = sizeof(size_t) + 2 * sizeof(double) + 8;
+// Size of the struct in version 1.0.
+constexpr size_t kClientOptionsFirstSize =
+    offsetof(lmhead_client_options, request_id) + sizeof(lmhead_client_options::request_id);
+
+std::string TextOf(const char* text) { return text == nullptr ? "" : text; }
 
 absl::Status FirstError(std::initializer_list<absl::Status> all) {
   for (const absl::Status& status : all) {
@@ -48,6 +52,12 @@ absl::StatusOr<lmhead::ClientOptions> OptionsOf(const lmhead_client_options* giv
       .connect_timeout = absl::Seconds(taken->connect_timeout_seconds),
       .call_timeout = absl::Seconds(taken->call_timeout_seconds),
       .max_attempts = taken->max_attempts,
+      .credentials = {.tls_ca_file = TextOf(taken->tls_ca_file),
+                      .tls_cert_file = TextOf(taken->tls_cert_file),
+                      .tls_key_file = TextOf(taken->tls_key_file),
+                      .tls_server_name = TextOf(taken->tls_server_name),
+                      .token_file = TextOf(taken->token_file)},
+      .request_id = TextOf(taken->request_id),
   };
 }
 
@@ -131,8 +141,8 @@ lmhead_status lmhead_client_call(lmhead_client* client, const char* method,
         !status.ok()) {
       return status;
     }
-    const auto answer = client->client->CallJson(
-        method, request_json == nullptr ? "" : request_json, absl::Seconds(timeout_seconds));
+    const auto answer =
+        client->client->CallJson(method, TextOf(request_json), absl::Seconds(timeout_seconds));
     if (!answer.ok()) return answer.status();
     *response_json = NewString(*answer);
     return absl::OkStatus();

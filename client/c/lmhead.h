@@ -95,9 +95,19 @@ typedef struct lmhead_client_options {
   double call_timeout_seconds;    /* Of a control call; PrepareStep adds its own wait. */
   int32_t max_attempts;           /* Of a call or a stream, after LMHEAD_UNAVAILABLE. */
   int32_t reserved;               /* 0 */
+  /* Texts, borrowed for the call; NULL or "" is none. */
+  const char* tls_ca_file;   /* PEM; set: TLS, and the service must have a certificate of these. */
+  const char* tls_cert_file; /* PEM, with intermediates; for services that demand a certificate. */
+  const char* tls_key_file;  /* PEM; set exactly when tls_cert_file is. */
+  const char* tls_server_name; /* Name the certificate must have; none: the address's host. */
+  const char* token_file;      /* Sent as `authorization: Bearer`; needs TLS. */
+  const char* request_id;      /* Goes with every call into the server's log; none: a random one. */
 } lmhead_client_options;
-#define LMHEAD_CLIENT_OPTIONS_INIT \
-  { sizeof(lmhead_client_options), 10.0, 60.0, 5, 0 }
+#define LMHEAD_CLIENT_OPTIONS_INIT                                                 \
+  {                                                                                \
+    .struct_size = sizeof(lmhead_client_options), .connect_timeout_seconds = 10.0, \
+    .call_timeout_seconds = 60.0, .max_attempts = 5                                \
+  }
 
 /* Connects to `host:port`, `ipv4:...`, `ipv6:...`, `dns:///...` or `unix:/path` and asks the server
  * who it is. `options` may be NULL: the defaults. LMHEAD_UNAVAILABLE when nobody answers in time.

@@ -11,7 +11,7 @@ import json
 import os
 import pathlib
 from ctypes import POINTER, byref, c_char_p, c_double, c_float, c_int32, c_int64, c_size_t, c_uint64, c_void_p
-from typing import Any, Optional
+from typing import Any, Dict, Optional
 
 from lmhead.errors import error_of
 
@@ -21,7 +21,9 @@ API_MINOR = 0
 
 class ClientOptions(ctypes.Structure):
     _fields_ = [("struct_size", c_size_t), ("connect_timeout_seconds", c_double), ("call_timeout_seconds", c_double),
-                ("max_attempts", c_int32), ("reserved", c_int32)]
+                ("max_attempts", c_int32), ("reserved", c_int32), ("tls_ca_file", c_char_p),
+                ("tls_cert_file", c_char_p), ("tls_key_file", c_char_p), ("tls_server_name", c_char_p),
+                ("token_file", c_char_p), ("request_id", c_char_p)]
 
 
 class WriterOptions(ctypes.Structure):
@@ -145,8 +147,11 @@ class NativeClient(_Owner):
 
     _closer = "client_close"
 
-    def __init__(self, address: str, connect_timeout: float, call_timeout: float, max_attempts: int):
+    def __init__(self, address: str, connect_timeout: float, call_timeout: float, max_attempts: int,
+                 texts: Dict[str, Optional[str]]):
         options = ClientOptions(ctypes.sizeof(ClientOptions), connect_timeout, call_timeout, max_attempts, 0)
+        for name, text in texts.items():
+            setattr(options, name, None if text is None else os.fsencode(text))
         handle = c_void_p()
         _call("client_connect", address.encode(), byref(options), byref(handle))
         super().__init__(handle)

@@ -20,15 +20,24 @@ class Client:
         connect_timeout: seconds for the first connection, and for each one after a break.
         call_timeout: seconds for a control call; PrepareStep adds its own wait.
         max_attempts: of a call or a stream, after UNAVAILABLE, with exponential back-off.
+        tls_ca_file: PEM; encrypts, and the service must have a certificate of these.
+        tls_cert_file, tls_key_file: PEM; for a service that demands a certificate.
+        tls_server_name: name that the service's certificate must have; None: the address's host.
+        token_file: sent as ``authorization: Bearer``; needs TLS.
+        request_id: goes with every call into the server's log and its errors; None: a random one.
 
     Raises:
         Unavailable: nobody answers in time.
     """
 
     def __init__(self, address: str, *, connect_timeout: float = 10.0, call_timeout: float = 60.0,
-                 max_attempts: int = 5):
+                 max_attempts: int = 5, tls_ca_file: Optional[str] = None, tls_cert_file: Optional[str] = None,
+                 tls_key_file: Optional[str] = None, tls_server_name: Optional[str] = None,
+                 token_file: Optional[str] = None, request_id: Optional[str] = None):
         self.address = address
-        self.native = _native.NativeClient(plain_address(address), connect_timeout, call_timeout, max_attempts)
+        self.native = _native.NativeClient(plain_address(address), connect_timeout, call_timeout, max_attempts, {
+            "tls_ca_file": tls_ca_file, "tls_cert_file": tls_cert_file, "tls_key_file": tls_key_file,
+            "tls_server_name": tls_server_name, "token_file": token_file, "request_id": request_id})
 
     def call(self, method: str, timeout: float = 0.0, **request: Any) -> Dict[str, Any]:
         """Any unary call of lmhead.v1.LmHeadService, such as ``call("GetHead", head="lm")``.

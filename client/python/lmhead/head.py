@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from typing import Any, Dict, Optional, Tuple, Union
 
 import torch
@@ -14,6 +15,7 @@ from lmhead.recipe import Recipe
 from lmhead.step import Step, _Streams, checked_arguments
 from lmhead.workers import SINGLE, Workers
 
+CLIENT_OPTIONS = tuple(inspect.signature(Client).parameters)[1:]
 TENSORS = {"weight": 1, "bias": 2, "grad_weight": 3, "grad_bias": 4, "master_weight": 5}
 
 
@@ -85,7 +87,7 @@ class RemoteHead:
         chunk_bytes: hidden states of one message.
         max_inflight_chunks: on each connection, without an answer.
         checksums: let the server verify what arrived.
-        client_options: keyword arguments of Client.
+        client_options: keyword arguments of Client, such as ``tls_ca_file``.
 
     Raises:
         NotFound: there is no such head: ``RemoteHead.create`` makes one.
@@ -121,8 +123,7 @@ class RemoteHead:
             ResourceExhausted: it does not fit; the message has the memory plan.
             AlreadyExists: there is one of that name that differs.
         """
-        client_options = {key: options.pop(key) for key in ("connect_timeout", "call_timeout", "max_attempts")
-                          if key in options}
+        client_options = {key: options.pop(key) for key in CLIENT_OPTIONS if key in options}
         client = address if isinstance(address, Client) else Client(address, **client_options)
         message: Dict[str, Any] = {
             "name": name, "vocab_size": str(vocab_size), "hidden_size": str(hidden_size),

@@ -1,0 +1,166 @@
+"""Patched causal language models train as they did with their own head."""
+
+import tempfile
+import unittest
+
+import torch
+import transformers
+
+import lmhead
+from base import ServiceTest, relative_error
+
+VOCAB_SIZE = 61
+HIDDEN_SIZE = 16
+
+
+def llama():
+    torch.manual_seed(3)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        vocab_size=VOCAB_SIZE, hidden_size=HIDDEN_SIZE, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=64))
+
+
+def gpt2():
+    torch.manual_seed(3)
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(
+        vocab_size=VOCAB_SIZE, n_embd=HIDDEN_SIZE, n_layer=2, n_head=2, n_positions=64, resid_pdrop=0.0, embd_pdrop=0.0,
+        attn_pdrop=0.0))
+
+
+class Texts(torch.utils.data.Dataset):
+    """Counting by threes, a few labels ignored."""
+
+    def __len__(self):
+        return 48
+
+    def __getitem__(self, index):
+        ids = (index + 3 * torch.arange(10)) % VOCAB_SIZE
+        labels = ids.clone()
+        labels[:2] = -100
+        return {"input_ids": ids, "labels": labels}
+
+
+def batch(start, size=4):
+    items = [Texts()[i] for i in range(start, start + size)]
+    return {key: torch.stack([item[key] for item in items]) for key in items[0]}
+
+
+class HuggingFaceTest(ServiceTest):
+    def new_head(self, model, optimizer=lmhead.SGD(), **changes):
+        return self.create(**{**lmhead.head_arguments(model), "optimizer": optimizer, "init_std": None, **changes})
+
+    def train(self, model, patched, num_steps=6, learning_rate=0.3):
+        optimizer = torch.optim.SGD(model.parameters(), learning_rate)
+        if patched is not None:
+            patched.attach(optimizer, max_grad_norm=1.0)
+        losses = []
+        model.train()
+        for number in range(num_steps):
+            optimizer.zero_grad()
+            for micro_batch in range(2):  # As a trainer accumulates: the mean of means.
+                loss = model(**batch(8 * number + 4 * micro_batch)).loss / 2
+                loss.backward()
+                losses.append(float(loss))
+            if patched is None:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+        return losses
+
+    def test_a_model_trains_as_with_its_own_head(self):
+        want_model = llama()
+        want = self.train(want_model, None)
+        model = llama()
+        head = self.new_head(model)
+        patched = lmhead.patch(model, head)
+        self.assertFalse(any("lm_head" in name for name, _ in model.named_parameters()))
+        got = self.train(model, patched)
+        self.assertLess(got[-1], got[0])
+        for a, b in zip(got, want):
+            self.assertAlmostEqual(a, b, delta=1e-5 * b)
+        self.assertLessEqual(relative_error(head.read_weight(), want_model.lm_head.weight.detach()), 1e-5)
+        patched.restore()
+        model.eval()
+        want_model.eval()
+        ids = batch(0)
+        with torch.no_grad():
+            self.assertLessEqual(relative_error(model(**ids).logits, want_model(**ids).logits), 1e-4)
+        self.assertIs(model.get_output_embeddings(), model.lm_head)
+
+    def test_evaluation_gives_the_same_loss_and_no_logits(self):
+        model = llama()
+        with torch.no_grad():
+            want = model.eval()(**batch(0)).loss
+        lmhead.patch(model, self.new_head(model))
+        with torch.no_grad():
+            output = model(**batch(0))
+            self.assertNear(output.loss, want, 1e-5)
+            self.assertNotIn("logits", output)
+            as_tuple = model(**batch(0), return_dict=False)
+            self.assertNear(as_tuple[0], want, 1e-5)
+        with self.assertRaisesRegex(RuntimeError, "pass labels, or call restore"):
+            model(batch(0)["input_ids"])
+
+    def test_a_frozen_head_trains_the_trunk_alone(self):
+        model = llama()
+        head = self.new_head(model, optimizer=None)
+        before = model.lm_head.weight.detach().clone()
+        losses = self.train(model, lmhead.patch(model, head))
+        self.assertLess(losses[-1], losses[0])
+        self.assertTrue(torch.equal(head.read_weight(), before))
+
+    def test_the_trainer(self):
+        runs = []
+        for remote in (False, True):
+            model = llama()
+            callbacks = []
+            if remote:
+                head = self.new_head(model, optimizer=lmhead.AdamW())
+                callbacks = [lmhead.patch(model, head).trainer_callback(max_grad_norm=1.0)]
+            with tempfile.TemporaryDirectory() as folder:
+                arguments = transformers.TrainingArguments(
+                    folder, per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=8, learning_rate=3e-3,
+                    max_grad_norm=0.0 if remote else 1.0, logging_steps=1, report_to=[], seed=5, use_cpu=True,
+                    disable_tqdm=True, save_strategy="no", weight_decay=0.0, prediction_loss_only=True)
+                trainer = transformers.Trainer(model, arguments, train_dataset=Texts(), eval_dataset=Texts(),
+                                               callbacks=callbacks)
+                trainer.remove_callback(transformers.trainer_callback.PrinterCallback)
+                trainer.train()
+                losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+                runs.append((losses, trainer.evaluate()["eval_loss"]))
+        (want, want_eval), (got, got_eval) = runs
+        self.assertEqual(len(got), 8)
+        self.assertLess(got[-1], got[0])
+        for a, b in zip(got, want):  # The log has four decimals.
+            self.assertAlmostEqual(a, b, delta=2e-4)
+        self.assertAlmostEqual(got_eval, want_eval, delta=1e-4)
+
+    def test_softcap_and_scale_come_from_the_configuration(self):
+        model = llama()
+        model.config.final_logit_softcapping = 30.0
+        model.config.logits_scaling = 4.0
+        arguments = lmhead.head_arguments(model)
+        self.assertEqual((arguments["softcap"], arguments["logit_scale"]), (30.0, 0.25))
+        with self.assertRaisesRegex(ValueError, "softcap is 0, the model has 30.0"):
+            lmhead.patch(model, self.new_head(model, softcap=0.0))
+        with self.assertRaisesRegex(ValueError, "has no output layer"):
+            lmhead.head_arguments(torch.nn.Linear(3, 3))
+
+    def test_tied_embeddings(self):
+        want_model = gpt2()
+        want = self.train(want_model, None)
+        model = gpt2()
+        head = self.new_head(model)
+        patched = lmhead.patch(model, head)
+        try:
+            got = self.train(model, patched)
+        except lmhead.Unimplemented as error:
+            self.skipTest(f"the server does not take gradients of tied embeddings: {error}")
+        for a, b in zip(got, want):
+            self.assertAlmostEqual(a, b, delta=1e-5 * b)
+        self.assertLessEqual(relative_error(model.transformer.wte.weight.detach(),
+                                            want_model.transformer.wte.weight.detach()), 1e-5)
+        self.assertTrue(torch.equal(head.read_weight(), model.transformer.wte.weight.detach()))
+
+
+if __name__ == "__main__":
+    unittest.main()
