@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <nlohmann/json.hpp>
+#include <string_view>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
@@ -25,6 +26,9 @@ constexpr Column kColumns[] = {{"token_loss", "token_loss"},
                                {"grad_hidden_states", "grad_hidden"},
                                {"grad_weight", "grad_weight"},
                                {"grad_bias", "grad_bias"}};
+
+// Of the line below a case's.
+constexpr std::string_view kPlainTitle = "  plain dense";
 
 const char* StatusName(CaseStatus status) {
   switch (status) {
@@ -50,7 +54,13 @@ std::string Cell(const CaseReport& report, const Column& column) {
   return absl::StrFormat("%.1e%s", found->second.rel, found->second.Passed() ? "" : "!");
 }
 
-// "worst: token_loss rel 1.0e-07 (ce_plain), largest 2.1e-06 (ce_huge)" for each output.
+// The same output's error in plain dense arithmetic.
+std::string PlainCell(const CaseReport& report, const Column& column) {
+  const auto found = report.outputs.find(column.output);
+  return found == report.outputs.end() ? "-" : absl::StrFormat("%.1e", found->second.plain_rel);
+}
+
+// "token_loss 1.0e-07 (ce_plain; plain dense 2.0e-07), absolute 2.1e-06 (ce_huge)"
 std::string WorstOf(const std::vector<CaseReport>& reports, const Column& column) {
   const CaseReport* worst_rel = nullptr;
   const CaseReport* worst_abs = nullptr;
@@ -66,15 +76,15 @@ std::string WorstOf(const std::vector<CaseReport>& reports, const Column& column
     }
   }
   if (worst_rel == nullptr) return "";
-  return absl::StrFormat("  %-19s %.1e (%s), absolute %.1e (%s)\n", column.output,
-                         error(worst_rel).rel, worst_rel->name, error(worst_abs).max_abs,
-                         worst_abs->name);
+  return absl::StrFormat("  %-19s %.1e (%s; plain dense %.1e), absolute %.1e (%s)\n", column.output,
+                         error(worst_rel).rel, worst_rel->name, error(worst_rel).plain_rel,
+                         error(worst_abs).max_abs, worst_abs->name);
 }
 
 }  // namespace
 
 std::string RenderTable(const std::vector<CaseReport>& reports) {
-  size_t name_width = 4;
+  size_t name_width = kPlainTitle.size();
   for (const CaseReport& report : reports) name_width = std::max(name_width, report.name.size());
   std::string text = absl::StrFormat("%-*s", static_cast<int>(name_width), "case");
   for (const Column& column : kColumns) absl::StrAppendFormat(&text, " %11s", column.title);
@@ -86,6 +96,11 @@ std::string RenderTable(const std::vector<CaseReport>& reports) {
       absl::StrAppendFormat(&text, " %11s", Cell(report, column));
     }
     absl::StrAppend(&text, report.status == CaseStatus::kPassed ? "  PASS\n" : "  FAIL\n");
+    absl::StrAppendFormat(&text, "%-*s", static_cast<int>(name_width), kPlainTitle);
+    for (const Column& column : kColumns) {
+      absl::StrAppendFormat(&text, " %11s", PlainCell(report, column));
+    }
+    absl::StrAppend(&text, "\n");
   }
   absl::StrAppend(&text, "\nworst relative error of each output, and largest absolute one\n");
   for (const Column& column : kColumns) absl::StrAppend(&text, WorstOf(reports, column));
@@ -106,7 +121,11 @@ std::string RenderJson(const std::vector<CaseReport>& reports) {
     nlohmann::ordered_json outputs = nlohmann::ordered_json::object();
     for (const auto& [name, error] : report.outputs) {
       // An error that is not a number becomes null.
-      outputs[name] = {{"rel", error.rel}, {"max_abs", error.max_abs}};
+      outputs[name] = {{"rel", error.rel},
+                       {"max_abs", error.max_abs},
+                       {"plain_rel", error.plain_rel},
+                       {"rel_limit", error.rel_limit},
+                       {"max_abs_limit", error.max_abs_limit}};
     }
     nlohmann::ordered_json entry = {{"name", report.name}, {"status", StatusName(report.status)}};
     if (!report.detail.empty()) entry["detail"] = report.detail;

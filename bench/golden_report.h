@@ -21,11 +21,13 @@ struct CaseReport {
   std::map<std::string, reference::OutputError> outputs;  // The worst over the schedules.
 };
 
-// An aligned table, a line a case, then what failed and why, what is not there yet, and a summary.
+// An aligned table, two lines a case: relative errors against the exact results, and below them
+// those of plain dense arithmetic on the same inputs. Then the worst of each output, what failed
+// and why, what is not there yet, and a summary.
 std::string RenderTable(const std::vector<CaseReport>& reports);
 
-// {"cases": [{"name", "status", "detail", "outputs": {name: {"rel", "max_abs"}}}], "passed",
-// "failed", "not_yet"} on one line.
+// {"cases": [{"name", "status", "detail", "outputs": {name: {"rel", "max_abs", "plain_rel",
+// "rel_limit", "max_abs_limit"}}}], "passed", "failed", "not_yet"} on one line.
 std::string RenderJson(const std::vector<CaseReport>& reports);
 
 }  // namespace lmhead::bench

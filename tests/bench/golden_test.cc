@@ -155,7 +155,8 @@ TEST(GoldenReportTest, TableNamesWorstErrorsFailuresAndWhatIsMissing) {
   const std::string text = RenderTable(SomeReports());
   EXPECT_THAT(text, HasSubstr("5.0e-01!"));
   EXPECT_THAT(text, HasSubstr("PASS"));
-  EXPECT_THAT(text, HasSubstr("5.0e-01 (bad), absolute 1.0e+00 (bad)"));
+  EXPECT_THAT(text, HasSubstr("5.0e-01 (bad; plain dense 0.0e+00), absolute 1.0e+00 (bad)"));
+  EXPECT_THAT(text, HasSubstr("\n  plain dense "));
   EXPECT_THAT(text, HasSubstr("FAIL: retain: lse is off"));
   EXPECT_THAT(text, HasSubstr("not yet: loss=forward_kl"));
   EXPECT_THAT(text, HasSubstr("1 passed, 1 failed, 1 not yet"));
@@ -170,6 +171,8 @@ TEST(GoldenReportTest, JsonHoldsTheSame) {
   EXPECT_EQ(json["cases"][1]["status"], "failed");
   EXPECT_DOUBLE_EQ(json["cases"][1]["outputs"]["lse"]["rel"], 0.5);
   EXPECT_DOUBLE_EQ(json["cases"][1]["outputs"]["lse"]["max_abs"], 1.0);
+  EXPECT_DOUBLE_EQ(json["cases"][1]["outputs"]["lse"]["plain_rel"], 0.0);
+  EXPECT_GT(json["cases"][1]["outputs"]["lse"]["rel_limit"], 0.0);
   EXPECT_EQ(json["cases"][2]["status"], "not_yet");
 }
 
