@@ -7,18 +7,24 @@
 #include <cstring>
 #include <utility>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "client/cpp/channel_credentials.h"
 #include "client/cpp/channels.h"
 #include "client/cpp/json_call.h"
 #include "client/cpp/step_writer_impl.h"
 #include "lmhead/v1/service.grpc.pb.h"
 #include "proto/types/limits.h"
 #include "proto/wire/convert.h"
+#include "proto/wire/request_id.h"
 #include "proto/wire/status.h"
 
 namespace lmhead {
 namespace {
+
+// Of calls that write or read a whole head.
+constexpr absl::Duration kCheckpointTimeout = absl::Hours(1);
 
 using Stub = v1::LmHeadService::Stub;
 
@@ -106,7 +112,36 @@ absl::Status CheckWriterSpec(const WriterSpec& spec) {
     return absl::InvalidArgumentError(
         absl::StrFormat("chunk_bytes is %d, want 1 to %d", spec.chunk_bytes, kChunkBytesMax));
   }
+  if (spec.chunk_tokens < 0 || spec.chunk_tokens > kChunkTokensMax) {
+    return absl::InvalidArgumentError(
+        absl::StrFormat("chunk_tokens is %d, want 0 to %d", spec.chunk_tokens, kChunkTokensMax));
+  }
+  const bool paired = spec.recipe.distillation().paired_stream();
+  if (spec.teacher_side && !paired) {
+    return absl::InvalidArgumentError(
+        "teacher_side is set, but recipe.distillation.paired_stream is not");
+  }
+  if (paired && spec.chunk_tokens == 0) {
+    return absl::InvalidArgumentError(
+        "chunk_tokens is 0, but the two sides of a paired stream must cut alike: set the same on "
+        "both");
+  }
   return absl::OkStatus();
+}
+
+// How long to ask a channel that does not connect for the reason.
+constexpr absl::Duration kWhyNotTimeout = absl::Seconds(1);
+
+// A server that refuses a client's certificate closes the connection without saying so.
+absl::Status WithTlsHint(const absl::Status& status) {
+  if (!absl::IsUnavailable(status) || (!absl::StrContains(status.message(), "Socket closed") &&
+                                       !absl::StrContains(status.message(), "Connection reset"))) {
+    return status;
+  }
+  return absl::UnavailableError(
+      absl::StrCat(status.message(),
+                   "; over TLS this is also what a client without a certificate, or with one "
+                   "that the server does not trust, sees: check tls_cert_file"));
 }
 
 }  // namespace
@@ -114,27 +149,39 @@ absl::Status CheckWriterSpec(const WriterSpec& spec) {
 // The control channel, apart from those of the data plane: a small call never waits behind bulk.
 class Client::Connection {
  public:
-  Connection(const std::string& address, const ClientOptions& options)
+  Connection(const std::string& address, const ClientOptions& options,
+             const ChannelSecurity& security)
       : address_(address),
         options_(options),
-        channel_(MakeChannel(address, kControlMessageBytesMax)),
-        data_channels_(std::make_shared<ChannelPool>(address)),
+        tls_(security.tls),
+        channel_(MakeChannel(address, security, kControlMessageBytesMax)),
+        data_channels_(std::make_shared<ChannelPool>(address, security)),
         stub_(v1::LmHeadService::NewStub(channel_)) {}
 
   const std::shared_ptr<ChannelPool>& data_channels() const { return data_channels_; }
 
   absl::Status AwaitConnected() {
-    return WaitForConnection(*channel_, address_, options_.connect_timeout, [] { return false; });
+    absl::Status status =
+        WaitForConnection(*channel_, address_, options_.connect_timeout, [] { return false; });
+    if (!absl::IsUnavailable(status)) return status;
+    // A call on a channel that has failed fails at once, and says why the channel did.
+    const absl::Status why = Once(kWhyNotTimeout, [](Stub& stub, grpc::ClientContext& context) {
+      v1::GetServerInfoResponse ignored;
+      return FromGrpcStatus(stub.GetServerInfo(&context, {}, &ignored));
+    });
+    if (!absl::IsUnavailable(why)) return status;
+    return absl::UnavailableError(absl::StrCat(status.message(), " (", why.message(), ")"));
   }
 
   // Runs `attempt` with a fresh context, again while the server is unavailable.
   template <typename Attempt>
   absl::Status Retry(absl::Duration timeout, Attempt attempt) {
-    absl::Status status = Once(timeout, attempt);
+    const std::string request_id = RequestId();
+    absl::Status status = Once(timeout, attempt, request_id);
     for (int made = 1; made < options_.max_attempts && absl::IsUnavailable(status); ++made) {
       absl::SleepFor(RetryDelay(made));
       if (absl::Status connected = AwaitConnected(); !connected.ok()) return connected;
-      status = Once(timeout, attempt);
+      status = Once(timeout, attempt, request_id);
     }
     return status;
   }
@@ -151,9 +198,7 @@ class Client::Connection {
 
   template <typename Attempt>
   absl::Status Once(absl::Duration timeout, Attempt attempt) {
-    grpc::ClientContext context;
-    context.set_deadline(absl::ToChronoTime(absl::Now() + timeout));
-    return AtAddress(address_, attempt(*stub_, context));
+    return Once(timeout, attempt, RequestId());
   }
 
   // A unary call that may be repeated.
@@ -170,23 +215,44 @@ class Client::Connection {
   }
 
  private:
+  std::string RequestId() const {
+    return options_.request_id.empty() ? MakeRequestId() : options_.request_id;
+  }
+
+  template <typename Attempt>
+  absl::Status Once(absl::Duration timeout, Attempt attempt, const std::string& request_id) {
+    grpc::ClientContext context;
+    context.set_deadline(absl::ToChronoTime(absl::Now() + timeout));
+    context.AddMetadata(kRequestIdKey, request_id);
+    absl::Status status = AtAddress(address_, attempt(*stub_, context));
+    return tls_ ? WithTlsHint(status) : status;
+  }
+
   const std::string address_;
   const ClientOptions options_;
+  const bool tls_;
   const std::shared_ptr<grpc::Channel> channel_;
   const std::shared_ptr<ChannelPool> data_channels_;
   const std::unique_ptr<Stub> stub_;
 };
 
-Client::Client(std::string address, const ClientOptions& options)
+Client::Client(std::string address, const ClientOptions& options, const ChannelSecurity& security)
     : address_(std::move(address)),
       options_(options),
-      connection_(std::make_unique<Connection>(address_, options)) {}
+      connection_(std::make_unique<Connection>(address_, options, security)) {}
 
 Client::~Client() = default;
 
 absl::StatusOr<std::unique_ptr<Client>> Client::Connect(std::string_view address,
                                                         const ClientOptions& options) {
-  std::unique_ptr<Client> client(new Client(ToString(address), options));
+  absl::StatusOr<ChannelSecurity> security = MakeChannelSecurity(options.credentials);
+  if (!security.ok()) return security.status();
+  if (!options.request_id.empty() && !IsRequestId(options.request_id)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("request_id is '", options.request_id,
+                     "', wanted 1 to 128 characters of [A-Za-z0-9._:/-]"));
+  }
+  std::unique_ptr<Client> client(new Client(ToString(address), options, *security));
   if (absl::Status status = client->connection_->AwaitConnected(); !status.ok()) return status;
   if (const auto info = client->GetServerInfo(); !info.ok()) return info.status();
   return client;
@@ -247,6 +313,16 @@ absl::StatusOr<v1::EstimateMemoryResponse> Client::EstimateMemory(
 absl::StatusOr<v1::AccumulateWeightGradientResponse> Client::AccumulateWeightGradient(
     const v1::AccumulateWeightGradientRequest& request) {
   return connection_->Call(&Stub::AccumulateWeightGradient, request, options_.call_timeout);
+}
+
+absl::StatusOr<v1::SaveCheckpointResponse> Client::SaveCheckpoint(
+    const v1::SaveCheckpointRequest& request) {
+  return connection_->Call(&Stub::SaveCheckpoint, request, kCheckpointTimeout);
+}
+
+absl::StatusOr<v1::RestoreCheckpointResponse> Client::RestoreCheckpoint(
+    const v1::RestoreCheckpointRequest& request) {
+  return connection_->Call(&Stub::RestoreCheckpoint, request, kCheckpointTimeout);
 }
 
 absl::StatusOr<std::string> Client::CallJson(std::string_view method, std::string_view request_json,

@@ -24,11 +24,14 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "client/cpp/credentials.h"
 #include "client/cpp/step_writer.h"
 #include "lmhead/v1/service.pb.h"
 #include "proto/types/tensor_view.h"
 
 namespace lmhead {
+
+struct ChannelSecurity;
 
 struct ClientOptions {
   // Waiting for the first connection, and for each one after a break.
@@ -37,12 +40,18 @@ struct ClientOptions {
   absl::Duration call_timeout = absl::Seconds(60);
   // Attempts of a control call or a stream after UNAVAILABLE, with exponential back-off.
   int max_attempts = 5;
+  // TLS and tokens.
+  ClientCredentials credentials;
+  // Sent with every call, and then in the server's log lines about it and at the end of its errors.
+  // Empty: each call and each writer gets a random one. See proto/wire/request_id.h.
+  std::string request_id;
 };
 
 // Thread-safe.
 class Client {
  public:
-  // Connects and asks GetServerInfo. UNAVAILABLE with the address when nobody answers in time.
+  // Connects and asks GetServerInfo. UNAVAILABLE with the address when nobody answers in time;
+  // INVALID_ARGUMENT for options that are wrong, such as a file that cannot be read.
   static absl::StatusOr<std::unique_ptr<Client>> Connect(std::string_view address,
                                                          const ClientOptions& options);
   ~Client();
@@ -61,6 +70,11 @@ class Client {
   absl::StatusOr<v1::AbortStepResponse> AbortStep(const v1::AbortStepRequest& request);
   absl::StatusOr<v1::AccumulateWeightGradientResponse> AccumulateWeightGradient(
       const v1::AccumulateWeightGradientRequest& request);
+  // These two take as long as the disk does: up to an hour, whatever call_timeout is.
+  absl::StatusOr<v1::SaveCheckpointResponse> SaveCheckpoint(
+      const v1::SaveCheckpointRequest& request);
+  absl::StatusOr<v1::RestoreCheckpointResponse> RestoreCheckpoint(
+      const v1::RestoreCheckpointRequest& request);
   absl::StatusOr<v1::EstimateMemoryResponse> EstimateMemory(
       const v1::EstimateMemoryRequest& request);
 
@@ -85,7 +99,7 @@ class Client {
 
  private:
   class Connection;
-  Client(std::string address, const ClientOptions& options);
+  Client(std::string address, const ClientOptions& options, const ChannelSecurity& security);
 
   const std::string address_;
   const ClientOptions options_;

@@ -48,8 +48,6 @@ constexpr std::array<DTypeInfo, 13> kDTypes = {{{"BOOL", 1},
                                                 {"I64", 8},
                                                 {"F64", 8}}};
 
-int64_t BytesOf(SafetensorsDType dtype) { return kDTypes[static_cast<size_t>(dtype)].bytes; }
-
 std::optional<SafetensorsDType> DTypeFromName(std::string_view name) {
   for (size_t i = 0; i < kDTypes.size(); ++i) {
     if (kDTypes[i].name == name) return static_cast<SafetensorsDType>(i);
@@ -154,7 +152,7 @@ absl::StatusOr<SafetensorsTensor> ParseTensor(const std::string& name, const Jso
     return absl::InvalidArgumentError(absl::StrCat(
         "data_offsets are [", absl::StrJoin(*offsets, ", "), "], wanted [start, stop]"));
   }
-  const std::optional<int64_t> wanted_bytes = ShapeBytes(*shape, BytesOf(*dtype));
+  const std::optional<int64_t> wanted_bytes = ShapeBytes(*shape, SafetensorsDTypeBytes(*dtype));
   const int64_t size_bytes = (*offsets)[1] - (*offsets)[0];
   if (wanted_bytes != size_bytes) {
     return absl::InvalidArgumentError(absl::StrCat(
@@ -193,11 +191,17 @@ bool Holds(SafetensorsDType dtype) {
 
 }  // namespace
 
+int64_t SafetensorsDTypeBytes(SafetensorsDType dtype) {
+  return kDTypes[static_cast<size_t>(dtype)].bytes;
+}
+
 std::string_view SafetensorsDTypeName(SafetensorsDType dtype) {
   return kDTypes[static_cast<size_t>(dtype)].name;
 }
 
-int64_t SafetensorsTensor::num_elements() const { return size_bytes / BytesOf(dtype); }
+int64_t SafetensorsTensor::num_elements() const {
+  return size_bytes / SafetensorsDTypeBytes(dtype);
+}
 
 absl::StatusOr<std::unique_ptr<SafetensorsReader>> SafetensorsReader::Open(
     const std::string& path) {

@@ -50,6 +50,7 @@ enum class SafetensorsDType : uint8_t {
 
 // "BOOL", "U8", ...: the words of the header.
 std::string_view SafetensorsDTypeName(SafetensorsDType dtype);
+int64_t SafetensorsDTypeBytes(SafetensorsDType dtype);
 
 struct SafetensorsTensor {
   std::string name;

@@ -18,6 +18,18 @@ int RunDemo(absl::Span<char* const> positional);
 // Prints what dense logits would take beside the service's memory plans.
 int RunEstimate(absl::Span<char* const> positional);
 
+// Checks the machine and the files that serve would use, and says how to mend what is wrong.
+int RunDoctor(absl::Span<char* const> positional);
+
+// Loads the LM head of a Hugging Face checkpoint into a service.
+int RunImport(absl::Span<char* const> positional);
+
+// Copies a Hugging Face checkpoint with the service's head in it.
+int RunExport(absl::Span<char* const> positional);
+
+// Holds ranks of a server elsewhere.
+int RunFollow(absl::Span<char* const> positional);
+
 // Prints what a service is, holds and does.
 int RunStatus(absl::Span<char* const> positional);
 

@@ -24,9 +24,10 @@
 #include "proto/types/limits.h"
 #include "server/cli/commands.h"
 #include "server/cli/common_flags.h"
+#include "server/cli/security_flags.h"
 #include "server/config/server_config.h"
+#include "server/logging/logging.h"
 #include "server/server.h"
-#include "spdlog/sinks/stdout_color_sinks.h"
 #include "spdlog/spdlog.h"
 
 ABSL_FLAG(std::string, listen, "127.0.0.1:50051",
@@ -34,8 +35,14 @@ ABSL_FLAG(std::string, listen, "127.0.0.1:50051",
 ABSL_FLAG(std::string, metrics_listen, "",
           "Where to serve Prometheus metrics over HTTP at /metrics: host:port, port 0 takes a free "
           "one. Empty: nowhere.");
-ABSL_FLAG(std::string, ready_file, "",
-          "File written once the server serves: JSON with address, metrics_address and pid.");
+ABSL_FLAG(
+    std::string, health_listen, "",
+    "Where to serve grpc.health.v1 alone, in plaintext, for probes: host:port, port 0 takes a "
+    "free one. Names: liveness, readiness. Empty: only at --listen.");
+ABSL_FLAG(
+    std::string, ready_file, "",
+    "File written once the server serves: JSON with address, metrics_address, health_address, "
+    "group_address and pid.");
 ABSL_FLAG(int32_t, staging_slots, lmhead::kDefaultStagingSlots,
           "Chunks in the server at once, over all streams. Each takes a slot of host memory of a "
           "little more than --chunk_bytes_max.");
@@ -50,11 +57,49 @@ ABSL_FLAG(
     "Compute waiting chunks together, up to batch_tokens rows: on, off or auto. Off, a step of "
     "one worker with one stream is bitwise reproducible. auto: on for the GPU, off for the "
     "CPU.");
+ABSL_FLAG(int32_t, ranks, 0,
+          "Ranks that the vocabulary rows of every head are split over. 0: one for each of "
+          "--devices, one without.");
+ABSL_FLAG(int32_t, local_ranks, 0,
+          "Ranks in this process, one thread each; the others are held by followers (lmhead "
+          "follow). 0: all; of a follower: one.");
+ABSL_FLAG(std::string, devices, "",
+          "GPUs of this process's ranks, in turn: 0,1. Several ranks may share one, over Gloo. "
+          "Empty: GPU 0.");
+ABSL_FLAG(std::string, collective, "auto",
+          "How ranks exchange tensors: nccl, gloo or auto. auto: NCCL when every rank of this "
+          "process has a GPU of its own, Gloo otherwise.");
+ABSL_FLAG(double, collective_timeout_seconds, 30.0,
+          "Longest wait of a rank for another, in seconds: a rank that hangs or is gone ends the "
+          "open step within it.");
+ABSL_FLAG(std::string, collective_host, "",
+          "Address of this machine that the other ranks reach for Gloo. Empty: serve takes the "
+          "host of --group_listen, a follower the address that it calls the leader from.");
+ABSL_FLAG(std::string, group_listen, "",
+          "Where followers call: host:port, port 0 takes a free one. A network of its own, or TLS "
+          "with client certificates: whoever reaches it can be a rank.");
+ABSL_FLAG(double, pair_timeout_seconds, 60.0,
+          "How long a chunk of a paired stream waits for its other side, the teacher's or the "
+          "student's, in seconds, before its stream ends.");
 ABSL_FLAG(double, write_timeout_seconds, 60.0,
           "How long a client may take to accept an answer, in seconds, before its stream ends.");
-ABSL_FLAG(double, shutdown_timeout_seconds, 30.0,
-          "How long open streams may go on after SIGTERM, in seconds. A second SIGTERM ends them.");
+ABSL_FLAG(
+    double, drain_timeout_seconds, 30.0,
+    "After SIGTERM: how long open steps and streams may go on, in seconds; new ones are refused "
+    "at once. What is left then is aborted. A second SIGTERM aborts it at once.");
+ABSL_FLAG(double, worker_lease_seconds, 0.0,
+          "A worker of an open step that has had no stream and sent nothing for this long ends the "
+          "step: it is aborted, and the others are told which worker is missing. 0: never.");
+ABSL_FLAG(double, step_timeout_seconds, 0.0,
+          "A step that is open for longer is aborted, in seconds. 0: never.");
 ABSL_FLAG(std::string, log_level, "info", "debug, info, warn, error or off. Logs go to stderr.");
+ABSL_FLAG(std::string, log_format, "text", "text, or json: one object a line.");
+ABSL_FLAG(std::string, checkpoint_dir, "",
+          "Directory for SaveCheckpoint, one below it for each head; on a disk that outlives the "
+          "machine. A server that ends in order saves every head that has trained. Empty: none.");
+ABSL_FLAG(int32_t, checkpoint_keep, 3, "Newest checkpoints of each head to keep; 0: all.");
+ABSL_FLAG(bool, restore, false,
+          "At start, bring back every head that has a checkpoint in --checkpoint_dir.");
 ABSL_FLAG(bool, reflection, false, "Serve gRPC reflection, for grpcurl and the like.");
 
 namespace lmhead {
@@ -65,19 +110,6 @@ constexpr int kExitUsage = 2;
 
 // After a second SIGTERM: for what does not end by itself.
 constexpr absl::Duration kQuickStop = absl::Seconds(2);
-
-absl::Status SetUpLogging(const std::string& level_name) {
-  const spdlog::level::level_enum level = spdlog::level::from_str(level_name);
-  if (level == spdlog::level::off && level_name != "off") {
-    return absl::InvalidArgumentError(absl::StrCat("--log_level: got '", level_name,
-                                                   "', wanted debug, info, warn, error or off"));
-  }
-  spdlog::set_default_logger(spdlog::stderr_color_mt("lmhead"));
-  spdlog::set_pattern("%Y-%m-%dT%H:%M:%S.%e %^%l%$ %v");
-  spdlog::set_level(level);
-  spdlog::flush_on(spdlog::level::info);
-  return absl::OkStatus();
-}
 
 absl::StatusOr<JoinChunks> ParseJoinChunks(const std::string& text) {
   if (text == "auto") return JoinChunks::kAuto;
@@ -93,10 +125,31 @@ absl::StatusOr<absl::Duration> SecondsFromFlag(const char* flag, double seconds)
       absl::StrCat("--", flag, ": got ", seconds, ", wanted 0 to 86400 seconds"));
 }
 
+absl::Status ReadRankFlags(RankConfig* ranks) {
+  ranks->num_ranks = absl::GetFlag(FLAGS_ranks);
+  ranks->num_local = absl::GetFlag(FLAGS_local_ranks);
+  absl::StatusOr<std::vector<int>> devices = ParseDevices(absl::GetFlag(FLAGS_devices));
+  if (!devices.ok()) return devices.status();
+  ranks->devices = *std::move(devices);
+  absl::StatusOr<CollectiveChoice> collective =
+      ParseCollectiveChoice(absl::GetFlag(FLAGS_collective));
+  if (!collective.ok()) return collective.status();
+  ranks->collective = *collective;
+  absl::StatusOr<absl::Duration> timeout = SecondsFromFlag(
+      "collective_timeout_seconds", absl::GetFlag(FLAGS_collective_timeout_seconds));
+  if (!timeout.ok()) return timeout.status();
+  ranks->collective_timeout = *timeout;
+  ranks->collective_host = absl::GetFlag(FLAGS_collective_host);
+  ranks->group_listen = absl::GetFlag(FLAGS_group_listen);
+  return absl::OkStatus();
+}
+
 absl::StatusOr<ServerConfig> ConfigFromFlags() {
   ServerConfig config;
   config.listen = absl::GetFlag(FLAGS_listen);
   config.metrics_listen = absl::GetFlag(FLAGS_metrics_listen);
+  config.health_listen = absl::GetFlag(FLAGS_health_listen);
+  config.security = SecurityConfigFromFlags();
   absl::StatusOr<BackendChoice> backend = ParseBackendChoice(absl::GetFlag(FLAGS_backend));
   if (!backend.ok()) return backend.status();
   config.backend = *backend;
@@ -113,7 +166,23 @@ absl::StatusOr<ServerConfig> ConfigFromFlags() {
       SecondsFromFlag("write_timeout_seconds", absl::GetFlag(FLAGS_write_timeout_seconds));
   if (!timeout.ok()) return timeout.status();
   config.write_timeout = *timeout;
+  absl::StatusOr<absl::Duration> pair_timeout =
+      SecondsFromFlag("pair_timeout_seconds", absl::GetFlag(FLAGS_pair_timeout_seconds));
+  if (!pair_timeout.ok()) return pair_timeout.status();
+  config.pair_timeout = *pair_timeout;
+  absl::StatusOr<absl::Duration> lease =
+      SecondsFromFlag("worker_lease_seconds", absl::GetFlag(FLAGS_worker_lease_seconds));
+  if (!lease.ok()) return lease.status();
+  config.worker_lease = *lease;
+  absl::StatusOr<absl::Duration> step_timeout =
+      SecondsFromFlag("step_timeout_seconds", absl::GetFlag(FLAGS_step_timeout_seconds));
+  if (!step_timeout.ok()) return step_timeout.status();
+  config.step_timeout = *step_timeout;
+  if (absl::Status status = ReadRankFlags(&config.ranks); !status.ok()) return status;
   config.reflection = absl::GetFlag(FLAGS_reflection);
+  config.checkpoint_dir = absl::GetFlag(FLAGS_checkpoint_dir);
+  config.checkpoint_keep = absl::GetFlag(FLAGS_checkpoint_keep);
+  config.restore = absl::GetFlag(FLAGS_restore);
   if (absl::Status status = ValidateServerConfig(config); !status.ok()) return status;
   return config;
 }
@@ -122,6 +191,8 @@ absl::StatusOr<ServerConfig> ConfigFromFlags() {
 absl::Status WriteReadyFile(const std::string& path, const Server& server) {
   const nlohmann::json content = {{"address", server.address()},
                                   {"metrics_address", server.metrics_address()},
+                                  {"health_address", server.health_address()},
+                                  {"group_address", server.group_address()},
                                   {"pid", getpid()}};
   const std::string temporary = absl::StrCat(path, ".", getpid(), ".tmp");
   std::ofstream file(temporary);
@@ -143,21 +214,21 @@ sigset_t StopSignals() {
 }
 
 // Waits for the first signal, drains, and cuts the drain short at a second one.
-void ServeUntilStopped(Server* server, absl::Duration shutdown_timeout) {
+void ServeUntilStopped(Server* server, absl::Duration drain_timeout) {
   const sigset_t signals = StopSignals();
   int signal = 0;
   sigwait(&signals, &signal);
   spdlog::info("got {}", strsignal(signal));
   std::atomic<bool> stopped{false};
   std::thread stop([&] {
-    server->Stop(absl::Now() + shutdown_timeout);
+    server->Stop(absl::Now() + drain_timeout);
     stopped = true;
   });
   const timespec poll = {.tv_sec = 0, .tv_nsec = 20'000'000};
   bool again = false;
   while (!stopped && !again) again = sigtimedwait(&signals, nullptr, &poll) > 0;
   if (again) {
-    spdlog::info("got a second signal: ending streams now");
+    spdlog::info("got a second signal: ending steps and streams now");
     std::thread stop_now([server] { server->Stop(absl::Now()); });
     for (const absl::Time end = absl::Now() + kQuickStop; !stopped && absl::Now() < end;) {
       absl::SleepFor(absl::Milliseconds(10));
@@ -183,10 +254,12 @@ int RunServe(absl::Span<char* const> positional) {
   }
   absl::StatusOr<ServerConfig> config = ConfigFromFlags();
   if (!config.ok()) return Fail(config.status(), kExitUsage);
-  absl::StatusOr<absl::Duration> shutdown_timeout =
-      SecondsFromFlag("shutdown_timeout_seconds", absl::GetFlag(FLAGS_shutdown_timeout_seconds));
-  if (!shutdown_timeout.ok()) return Fail(shutdown_timeout.status(), kExitUsage);
-  if (absl::Status status = SetUpLogging(absl::GetFlag(FLAGS_log_level)); !status.ok()) {
+  absl::StatusOr<absl::Duration> drain_timeout =
+      SecondsFromFlag("drain_timeout_seconds", absl::GetFlag(FLAGS_drain_timeout_seconds));
+  if (!drain_timeout.ok()) return Fail(drain_timeout.status(), kExitUsage);
+  if (absl::Status status =
+          SetUpLogging(absl::GetFlag(FLAGS_log_level), absl::GetFlag(FLAGS_log_format));
+      !status.ok()) {
     return Fail(status, kExitUsage);
   }
   // Before any thread starts, so that all inherit it and sigwait alone gets them.
@@ -200,7 +273,7 @@ int RunServe(absl::Span<char* const> positional) {
     absl::Status status = WriteReadyFile(path, **server);
     if (!status.ok()) return Fail(status, kExitFailure);
   }
-  ServeUntilStopped(server->get(), *shutdown_timeout);
+  ServeUntilStopped(server->get(), *drain_timeout);
   server->reset();
   spdlog::info("stopped");
   return 0;

@@ -1,6 +1,10 @@
 #include "server/config/server_config.h"
 
+#include <algorithm>
+
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
 
 namespace lmhead {
 namespace {
@@ -11,7 +15,71 @@ absl::Status CheckRange(const char* flag, int64_t got, int64_t low, int64_t high
       absl::StrCat("--", flag, ": got ", got, ", wanted ", low, " to ", high));
 }
 
+std::string HostOf(const std::string& listen) { return listen.substr(0, listen.rfind(':')); }
+
+absl::Status ValidateRanks(RankConfig ranks) {
+  absl::Status status = CheckRange("ranks", ranks.num_ranks, 0, kRanksMax);
+  status.Update(CheckRange("local_ranks", ranks.num_local, 0, std::max(1, ranks.num_ranks)));
+  if (!status.ok()) return status;
+  if (ranks.collective_timeout < absl::Milliseconds(100) ||
+      ranks.collective_timeout > absl::Hours(1)) {
+    return absl::InvalidArgumentError(absl::StrCat("--collective_timeout_seconds: got ",
+                                                   absl::ToDoubleSeconds(ranks.collective_timeout),
+                                                   ", wanted 0.1 to 3600"));
+  }
+  FillRankDefaults(&ranks);
+  if (ranks.num_local == ranks.num_ranks) {
+    if (ranks.group_listen.empty()) return absl::OkStatus();
+    return absl::InvalidArgumentError(
+        absl::StrCat("--group_listen: got ", ranks.group_listen, ", but all ", ranks.num_ranks,
+                     " ranks are in this process; leave some to followers with --local_ranks"));
+  }
+  if (ranks.group_listen.rfind(':') == std::string::npos) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "--group_listen: got '", ranks.group_listen, "', wanted host:port, where the ",
+        "followers of ranks ", ranks.num_local, " to ", ranks.num_ranks - 1, " call this server"));
+  }
+  const std::string& host = ranks.collective_host;
+  if (host.empty() || host == "0.0.0.0" || host == "[::]" || host == "::") {
+    return absl::InvalidArgumentError(
+        "--collective_host: got none, and --group_listen names no address of this machine; wanted "
+        "one that the followers can reach");
+  }
+  return absl::OkStatus();
+}
+
 }  // namespace
+
+absl::StatusOr<CollectiveChoice> ParseCollectiveChoice(const std::string& name) {
+  if (name == "auto") return CollectiveChoice::kAuto;
+  if (name == "gloo") return CollectiveChoice::kGloo;
+  if (name == "nccl") return CollectiveChoice::kNccl;
+  return absl::InvalidArgumentError(
+      absl::StrCat("--collective: got '", name, "', wanted auto, gloo or nccl"));
+}
+
+absl::StatusOr<std::vector<int>> ParseDevices(const std::string& list) {
+  std::vector<int> devices;
+  for (const absl::string_view part : absl::StrSplit(list, ',', absl::SkipWhitespace())) {
+    int device = -1;
+    if (!absl::SimpleAtoi(part, &device) || device < 0) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("--devices: got '", list, "', wanted numbers of GPUs such as 0,1"));
+    }
+    devices.push_back(device);
+  }
+  return devices;
+}
+
+void FillRankDefaults(RankConfig* ranks) {
+  if (ranks->num_ranks == 0) {
+    ranks->num_ranks = std::max(1, static_cast<int32_t>(ranks->devices.size()));
+  }
+  if (ranks->num_local == 0) ranks->num_local = ranks->num_ranks;
+  if (!ranks->collective_host.empty()) return;
+  ranks->collective_host =
+      ranks->num_local == ranks->num_ranks ? "127.0.0.1" : HostOf(ranks->group_listen);
+}
 
 absl::StatusOr<BackendChoice> ParseBackendChoice(const std::string& name) {
   if (name == "auto") return BackendChoice::kAuto;
@@ -31,6 +99,7 @@ absl::Status ValidateServerConfig(const ServerConfig& config) {
       CheckRange("chunk_bytes_max", config.chunk_bytes_max, kChunkBytesMin, kChunkBytesMax),
       CheckRange("max_inflight_chunks", config.max_inflight_chunks, 1, kInflightChunksMax),
       CheckRange("batch_tokens", config.batch_tokens, 0, kBatchTokensMax),
+      CheckRange("checkpoint_keep", config.checkpoint_keep, 0, kCheckpointKeepMax),
   };
   for (const absl::Status& check : checks) {
     if (!check.ok()) return check;
@@ -40,12 +109,22 @@ absl::Status ValidateServerConfig(const ServerConfig& config) {
         "--max_streams: got ", config.max_streams, ", wanted 0 to --staging_slots (",
         config.staging_slots, "): every open stream needs a staging slot to make progress"));
   }
+  if (config.pair_timeout < absl::Seconds(1) || config.pair_timeout > absl::Hours(24)) {
+    return absl::InvalidArgumentError(absl::StrCat("--pair_timeout_seconds: got ",
+                                                   absl::ToDoubleSeconds(config.pair_timeout),
+                                                   ", wanted 1 to 86400"));
+  }
   if (config.write_timeout < absl::Seconds(1) || config.write_timeout > absl::Hours(24)) {
     return absl::InvalidArgumentError(absl::StrCat("--write_timeout_seconds: got ",
                                                    absl::ToDoubleSeconds(config.write_timeout),
                                                    ", wanted 1 to 86400"));
   }
-  return absl::OkStatus();
+  if (config.restore && config.checkpoint_dir.empty()) {
+    return absl::InvalidArgumentError(
+        "--restore: got no --checkpoint_dir, wanted the directory to restore from");
+  }
+  if (absl::Status status = ValidateRanks(config.ranks); !status.ok()) return status;
+  return ValidateSecurityConfig(config.security, config.listen);
 }
 
 }  // namespace lmhead

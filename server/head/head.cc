@@ -72,6 +72,7 @@ Head::Head(HeadSpec spec, const MemoryPlan& plan, const HeadEnvironment& environ
       plan_(plan),
       environment_(environment),
       steps_(spec_.name),
+      pairing_(absl::StrCat("head ", spec_.name), environment_.pair_timeout),
       loaded_rows_(spec_.vocab_size) {
   if (spec_.weight_init.kind != WeightInitKind::kNone) loaded_rows_.Add(0, spec_.vocab_size);
 }
@@ -133,7 +134,17 @@ absl::Status Head::Poison(const absl::Status& error) {
 
 // --- The way to the backend ---
 
-absl::Status Head::SubmitTask(ChunkTask task) {
+absl::Status Head::SubmitTask(ChunkTask task, Head* teacher) {
+  if (teacher == nullptr) return QueueTask(std::move(task));
+  absl::StatusOr<ComputeBackend*> backend = teacher->LendBackend();
+  if (!backend.ok()) return backend.status();
+  task.teacher = *backend;
+  absl::Status status = QueueTask(std::move(task));
+  teacher->ReturnBackend();
+  return status;
+}
+
+absl::Status Head::QueueTask(ChunkTask task) {
   absl::MutexLock lock(&mu_);
   if (absl::Status status = CheckUsableLocked(); !status.ok()) return status;
   task.backend = backend_.get();
@@ -183,6 +194,7 @@ absl::StatusOr<Head::BegunStep> Head::BeginStep(uint64_t step, std::vector<std::
   if (!begun.ok()) return begun.status();
   if (!begun->already_open) {
     environment_.account->ResetStepPeaks();
+    for (MemoryAccount* account : environment_.other_accounts) account->ResetStepPeaks();
     // A batch of an evaluation may have failed between two steps.
     if (discard_needed_.load()) {
       if (absl::Status status = DiscardGradients(); !status.ok()) return status;
@@ -199,7 +211,9 @@ absl::StatusOr<PreparedStep> Head::PrepareStep(uint64_t number, uint64_t incarna
   absl::StatusOr<std::shared_ptr<Step>> found = steps_.FindOpenOrCommitted(number);
   if (!found.ok()) return found.status();
   Step& step = **found;
+  step.NoteCall();
   if (absl::Status status = step.AwaitComplete(deadline, cancelled); !status.ok()) return status;
+  step.NoteCall();
 
   absl::MutexLock control(&control_mu_);
   if (absl::Status status = CheckUsable(); !status.ok()) return status;
@@ -231,6 +245,7 @@ absl::StatusOr<CommittedStep> Head::CommitStep(uint64_t number, uint64_t incarna
                                                const CommitParameters& parameters) {
   absl::MutexLock control(&control_mu_);
   if (absl::Status status = CheckUsable(); !status.ok()) return status;
+  if (auto restored = RestoredCommit(number, incarnation, parameters)) return *restored;
   if (absl::Status status = CheckIncarnation(incarnation); !status.ok()) return status;
   if (absl::Status status = CheckCommitParameters(parameters, spec_.trainable); !status.ok()) {
     return status;
@@ -260,6 +275,8 @@ absl::StatusOr<CommittedStep> Head::ApplyCommit(Step& step, const CommitParamete
         std::sqrt(step.prepared()->grad_squared_norm) * std::abs(parameters.grad_multiplier);
   }
   step.Commit(parameters, result);
+  last_commit_ = {
+      .incarnation = environment_.incarnation, .parameters = parameters, .result = result};
   steps_.Close();
   environment_.metrics->CountStep(StepOutcome::kCommitted, SecondsSince(step.begun_at()));
   return result;
@@ -293,6 +310,30 @@ absl::Status Head::DiscardGradients() {
   if (status.ok()) return status;
   return Poison(absl::Status(
       status.code(), absl::StrCat("its gradient could not be discarded: ", status.message())));
+}
+
+std::optional<std::string> Head::AbortOverdueStep(absl::Time now, const StepLimits& limits) {
+  const std::shared_ptr<Step> step = steps_.open();
+  if (step == nullptr) return std::nullopt;
+  const std::optional<std::string> reason = step->Overdue(now, limits);
+  if (!reason.has_value()) return std::nullopt;
+  const absl::StatusOr<bool> aborted = AbortStep(step->number(), environment_.incarnation, *reason);
+  if (!aborted.ok() || !*aborted) return std::nullopt;  // Committed, aborted or closed meanwhile.
+  return absl::StrCat("step ", step->number(), ": ", *reason);
+}
+
+uint64_t Head::AbandonStep(const std::string& reason) {
+  const std::shared_ptr<Step> step = steps_.open();
+  if (step == nullptr) return 0;
+  const absl::StatusOr<bool> aborted = step->Abort(reason);
+  if (!aborted.ok() || !*aborted) return 0;
+  environment_.metrics->CountStep(StepOutcome::kAborted, SecondsSince(step->begun_at()));
+  return step->number();
+}
+
+std::vector<std::string> Head::WorkersOf(uint64_t number) const {
+  const absl::StatusOr<std::shared_ptr<Step>> step = steps_.FindEver(number);
+  return step.ok() ? (*step)->workers() : std::vector<std::string>();
 }
 
 // --- Weights ---
@@ -373,42 +414,15 @@ absl::Status Head::ReadRows(TensorKind kind, int64_t row_start, MatrixView rows)
       [&](ComputeBackend& backend) { return backend.ReadRows(kind, row_start, rows); });
 }
 
-// --- Streams ---
-
-absl::StatusOr<std::unique_ptr<HeadStream>> Head::OpenStream(StreamSpec spec,
-                                                             Step::AbortListener on_abort) {
-  if (absl::Status status = CheckUsable(); !status.ok()) return status;
-  if (spec.step != 0 || spec.incarnation != 0) {
-    if (absl::Status status = CheckIncarnation(spec.incarnation); !status.ok()) return status;
-  }
-  if (absl::Status status = CheckLoaded(); !status.ok()) return status;
-  const int64_t row_bytes = spec_.hidden_size * BytesPerElement(spec.hidden_dtype);
-  const int64_t max_chunk_tokens =
-      std::min({environment_.chunk_bytes_max / row_bytes, kChunkTokensMax, plan_.batch_tokens});
-  if (max_chunk_tokens < 1) {
-    return absl::FailedPreconditionError(
-        absl::StrCat("one row of head ", spec_.name, " has ", row_bytes,
-                     " bytes, but this server takes chunks of at most ",
-                     environment_.chunk_bytes_max, "; start it with a larger --chunk_bytes_max"));
-  }
-  std::shared_ptr<Step> step;
-  if (spec.step != 0) {
-    absl::StatusOr<std::shared_ptr<Step>> found = steps_.FindOpen(spec.step);
-    if (!found.ok()) return found.status();
-    step = *std::move(found);
-    absl::Status status = step->AttachStream(spec.worker, spec.stream_index, std::move(on_abort));
-    if (!status.ok()) return status;
-  }
-  return std::unique_ptr<HeadStream>(
-      new HeadStream(shared_from_this(), std::move(step), std::move(spec), max_chunk_tokens));
-}
-
 void Head::Close() {
   absl::MutexLock control(&control_mu_);
   {
     absl::MutexLock lock(&mu_);
     if (closed_) return;
     closed_ = true;
+    teaching_over_ = true;
+    const auto none_lent = [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) { return num_lent_ == 0; };
+    mu_.Await(absl::Condition(&none_lent));
   }
   if (const std::shared_ptr<Step> open = steps_.open(); open != nullptr) {
     // Also counts the step; what becomes of the gradient does not matter any more.

@@ -13,7 +13,10 @@
 #include <atomic>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
+#include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -28,7 +31,9 @@
 #include "proto/types/tensor_view.h"
 #include "server/compute/backend.h"
 #include "server/compute/executor.h"
+#include "server/head/head_snapshot.h"
 #include "server/head/head_stream.h"
+#include "server/head/pairing.h"
 #include "server/head/row_set.h"
 #include "server/head/step.h"
 #include "server/memory/arena.h"
@@ -45,9 +50,12 @@ using BackendFactory = std::function<absl::StatusOr<std::unique_ptr<ComputeBacke
 struct HeadEnvironment {
   Executor* executor = nullptr;
   MemoryAccount* account = nullptr;
+  std::vector<MemoryAccount*> other_accounts;  // Of the other ranks in this process.
   Metrics* metrics = nullptr;
   uint64_t incarnation = 0;     // Random id of this server process, not 0.
-  int64_t chunk_bytes_max = 0;  // Largest hidden_states of a chunk.
+  int64_t chunk_bytes_max = 0;  // Largest wide fields of a chunk: hidden states, top-k arrays.
+  absl::Duration pair_timeout = absl::Seconds(60);  // See --pair_timeout_seconds.
+  int32_t num_ranks = 1;                            // That share each head.
 };
 
 // What a head is at this moment.
@@ -58,6 +66,16 @@ struct HeadStatus {
   uint64_t open_step = 0;
   bool weights_loaded = false;
   std::string poisoned_by;
+};
+
+// A piece of the weight's gradient (lmhead.v1.AccumulateWeightGradientRequest). Borrowed.
+struct GradientPiece {
+  std::string worker;
+  uint64_t index = 0;
+  uint64_t checksum = 0;  // Of what follows.
+  int64_t row_start = 0;  // Of a dense piece, when row_ids is empty.
+  std::span<const int32_t> row_ids;
+  std::string_view rows;  // float32, [rows, hidden_size]
 };
 
 // Shape of a tensor of a head.
@@ -103,6 +121,16 @@ class Head : public std::enable_shared_from_this<Head> {
   // False when the step had been aborted already.
   absl::StatusOr<bool> AbortStep(uint64_t step, uint64_t incarnation, const std::string& reason);
 
+  // Aborts the open step when it is overdue (Step::Overdue) and returns why; nothing otherwise.
+  std::optional<std::string> AbortOverdueStep(absl::Time now, const StepLimits& limits);
+
+  // Ends the open step for its streams and callers, with the reason, and leaves its gradient: for a
+  // process that is about to end. Never waits. Returns the step; 0 when none is open.
+  uint64_t AbandonStep(const std::string& reason);
+
+  // The workers of a step that is open, or was committed or aborted last; none of any other.
+  std::vector<std::string> WorkersOf(uint64_t step) const;
+
   // --- Weights ---
 
   // Shape of a tensor. INVALID_ARGUMENT when this head has no such tensor.
@@ -116,16 +144,46 @@ class Head : public std::enable_shared_from_this<Head> {
   // Reads rows into `rows`. FAILED_PRECONDITION for gradients while no step is open.
   absl::Status ReadRows(TensorKind kind, int64_t row_start, MatrixView rows);
 
+  // --- Checkpoints ---
+
+  // Calls `save` with the head as the last commit left it, and holds every other control call of
+  // the head up until it returns; chunks go on. FAILED_PRECONDITION when rows of the weight have
+  // not been loaded.
+  absl::Status Snapshot(absl::FunctionRef<absl::Status(const HeadSnapshot&, TensorReader)> save);
+
+  // Makes the head what the snapshot says; `load` writes all its tensors. FAILED_PRECONDITION,
+  // before `load` is called, while a step is open or when the snapshot is of a head of another
+  // shape, dtype or optimizer (the difference is named). A failure of `load` poisons the head,
+  // which is then half written.
+  absl::Status Restore(const HeadSnapshot& snapshot,
+                       absl::FunctionRef<absl::Status(TensorWriter)> load);
+
+  // --- Gradients computed elsewhere ---
+
+  // Adds rows of a gradient to the open step's, once a (worker, index). True when the ledger had
+  // this piece. INVALID_ARGUMENT: a row out of range or twice, a size that does not fit, NaN or
+  // infinity, the index with other contents. FAILED_PRECONDITION: the head is not trainable, the
+  // step is prepared or another one.
+  absl::StatusOr<bool> AccumulateGradient(uint64_t step, uint64_t incarnation,
+                                          const GradientPiece& piece);
+
   // --- Streams ---
 
-  // Admits a stream. `on_abort` is called at most once, when the stream's step is aborted.
-  // FAILED_PRECONDITION: another step or incarnation, or rows of the weight have not been loaded
-  // (the first one is named). INVALID_ARGUMENT, ALREADY_EXISTS: see Step::AttachStream.
-  absl::StatusOr<std::unique_ptr<HeadStream>> OpenStream(StreamSpec spec,
-                                                         Step::AbortListener on_abort);
+  // Admits a stream. `on_abort` is called when the stream's step is aborted or its teacher deleted.
+  // FAILED_PRECONDITION: another step or incarnation, or rows of the weight, or of the teacher's,
+  // have not been loaded (the first one is named). INVALID_ARGUMENT, ALREADY_EXISTS: see
+  // Step::AttachStream. Also what CheckStream and CheckTeacher say.
+  // REQUIRES: `teacher` is the head that the recipe names, null when it names none.
+  absl::StatusOr<std::shared_ptr<HeadStream>> OpenStream(StreamSpec spec,
+                                                         Step::AbortListener on_abort,
+                                                         std::shared_ptr<Head> teacher = nullptr);
 
-  // Ends the head: aborts an open step, waits for queued chunks, destroys the backend. Every later
-  // call is NOT_FOUND. May be called again.
+  // Streams of other heads that learn from this one end here; none can be opened any more.
+  // FAILED_PRECONDITION naming them, unless forced; forced, they are aborted.
+  absl::Status StopTeaching(bool force);
+
+  // Ends the head: aborts an open step, waits for queued chunks, its own and those it teaches, and
+  // destroys the backend. Every later call is NOT_FOUND. May be called again.
   void Close();
 
  private:
@@ -142,8 +200,29 @@ class Head : public std::enable_shared_from_this<Head> {
   // Keeps the first fatal error and returns it as every later call will.
   absl::Status Poison(const absl::Status& error) ABSL_LOCKS_EXCLUDED(mu_);
 
-  // Queues a chunk unless the head is closed meanwhile. Never blocks for long.
-  absl::Status SubmitTask(ChunkTask task) ABSL_LOCKS_EXCLUDED(mu_);
+  // Queues a chunk unless the head, or its teacher (null for none), is closed meanwhile. Never
+  // blocks for long.
+  absl::Status SubmitTask(ChunkTask task, Head* teacher) ABSL_LOCKS_EXCLUDED(mu_);
+  absl::Status QueueTask(ChunkTask task) ABSL_LOCKS_EXCLUDED(mu_);
+
+  // Lends the backend to a student until a chunk is queued with it: Close() waits for that, and
+  // destroys the backend behind the chunk.
+  absl::StatusOr<ComputeBackend*> LendBackend() ABSL_LOCKS_EXCLUDED(mu_);
+  void ReturnBackend() ABSL_LOCKS_EXCLUDED(mu_);
+
+  // A stream of another head learns from this one until DetachStudent. `stream` is how errors call
+  // it; `on_abort` is called when this head is deleted.
+  absl::StatusOr<uint64_t> AttachStudent(std::string stream, Step::AbortListener on_abort)
+      ABSL_LOCKS_EXCLUDED(mu_);
+  void DetachStudent(uint64_t student_id) ABSL_LOCKS_EXCLUDED(mu_);
+
+  // What a stream's chunks look like. FAILED_PRECONDITION when a slot does not hold one row.
+  absl::StatusOr<ChunkShape> ShapeOfChunks(const StreamSpec& spec, const Head* teacher) const;
+  // The step of a stream, attached to it; null for evaluation.
+  absl::StatusOr<std::shared_ptr<Step>> AttachToStep(const StreamSpec& spec,
+                                                     Step::AbortListener on_abort);
+
+  Pairing& pairing() { return pairing_; }
 
   // Books a computed chunk: in the ledger when it was new to `step`, in the metrics always.
   void BookResult(Step* step, const std::string& worker, const ComputedChunk& chunk);
@@ -163,19 +242,35 @@ class Head : public std::enable_shared_from_this<Head> {
   absl::Status DiscardGradients() ABSL_EXCLUSIVE_LOCKS_REQUIRED(control_mu_);
   absl::StatusOr<CommittedStep> ApplyCommit(Step& step, const CommitParameters& parameters)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(control_mu_);
+  absl::StatusOr<std::vector<float>> CheckPiece(const GradientPiece& piece) const;
+  // The answer of a commit that a server before this one applied, when this is that commit.
+  std::optional<CommittedStep> RestoredCommit(uint64_t step, uint64_t incarnation,
+                                              const CommitParameters& parameters) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(control_mu_);
 
   const HeadSpec spec_;
   const MemoryPlan plan_;
   const HeadEnvironment environment_;
   StepSequence steps_;
+  Pairing pairing_;
 
   std::atomic<bool> discard_needed_{false};           // A batch has failed since the last discard.
   absl::Mutex control_mu_ ABSL_ACQUIRED_BEFORE(mu_);  // Held over whole control calls.
-  mutable absl::Mutex mu_;                            // Never held while waiting.
+  std::optional<CommitRecord> last_commit_ ABSL_GUARDED_BY(control_mu_);
+  mutable absl::Mutex mu_;                   // Never held while waiting.
   std::unique_ptr<ComputeBackend> backend_;  // Touched on the executor's thread; pointer under mu_.
   bool closed_ ABSL_GUARDED_BY(mu_) = false;
   absl::Status poisoned_ ABSL_GUARDED_BY(mu_);
   RowSet loaded_rows_ ABSL_GUARDED_BY(mu_);
+
+  struct Student {
+    std::string stream;
+    Step::AbortListener on_abort;
+  };
+  std::map<uint64_t, Student> students_ ABSL_GUARDED_BY(mu_);
+  uint64_t next_student_ ABSL_GUARDED_BY(mu_) = 1;
+  bool teaching_over_ ABSL_GUARDED_BY(mu_) = false;
+  int num_lent_ ABSL_GUARDED_BY(mu_) = 0;  // LendBackend without ReturnBackend.
 };
 
 }  // namespace lmhead

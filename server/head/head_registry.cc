@@ -21,6 +21,9 @@ const char* DifferingField(const HeadSpec& a, const HeadSpec& b) {
   if (!(a.optimizer == b.optimizer)) return "optimizer";
   if (a.schedule != b.schedule) return "schedule";
   if (a.batch_tokens != b.batch_tokens) return "batch_tokens";
+  if (a.teacher_hidden_size != b.teacher_hidden_size) return "teacher_hidden_size";
+  if (a.top_k_max != b.top_k_max) return "top_k_max";
+  if (a.partition_vocab_size != b.partition_vocab_size) return "partition_vocab_size";
   return "weight_init";
 }
 
@@ -97,6 +100,7 @@ absl::Status HeadRegistry::Delete(const std::string& name, bool force) {
         absl::StrCat("head ", name, ": step ", status.open_step,
                      " is open; commit or abort it, or delete the head with force"));
   }
+  if (absl::Status taught = (*found)->StopTeaching(force); !taught.ok()) return taught;
   {
     absl::MutexLock lock(&mu_);
     heads_.erase(heads_.find(name));

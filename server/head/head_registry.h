@@ -45,7 +45,8 @@ class HeadRegistry {
   std::vector<std::shared_ptr<Head>> List() const;  // By name.
 
   // Takes the head out, waits for its queued work, frees its memory. FAILED_PRECONDITION while a
-  // step is open, unless forced: then the step is aborted. A poisoned head needs no force.
+  // step is open, or streams of other heads have it as their teacher, unless forced: then the step
+  // and those streams are aborted. An open step of a poisoned head needs no force.
   absl::Status Delete(const std::string& name, bool force);
 
   // Free bytes of the budget, and what plans are made with.

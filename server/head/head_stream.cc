@@ -1,21 +1,24 @@
 #include "server/head/head_stream.h"
 
-#include <algorithm>
-#include <cmath>
+#include <optional>
+#include <span>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "proto/types/limits.h"
+#include "absl/time/clock.h"
+#include "proto/types/check.h"
 #include "server/head/head.h"
 
 namespace lmhead {
 namespace {
 
 constexpr int64_t kOutputAlignment = 64;
-constexpr int64_t kNumOutputs = 5;
+constexpr int64_t kNumOutputs = 5;      // Of one element a token.
+constexpr int64_t kNumTopkOutputs = 2;  // Of top_k elements a token.
 
-int64_t OutputStride(int64_t num_tokens) {
-  const int64_t bytes = num_tokens * static_cast<int64_t>(sizeof(float));
+// Bytes of an output of num_elements; of every dtype the same.
+int64_t OutputStride(int64_t num_elements) {
+  const int64_t bytes = num_elements * static_cast<int64_t>(sizeof(float));
   return (bytes + kOutputAlignment - 1) / kOutputAlignment * kOutputAlignment;
 }
 
@@ -25,111 +28,43 @@ BackwardMode ModeOf(const OutputSpec& outputs, bool accumulate) {
   return outputs.grad_hidden_states ? BackwardMode::kHidden : BackwardMode::kNone;
 }
 
-// Checks an array that a recipe asks for: there exactly when it does, one finite number a row.
-absl::Status ValidateTokenField(const std::string& where, const char* field,
-                                std::span<const float> values, bool wanted, int64_t num_tokens) {
-  const int64_t size = static_cast<int64_t>(values.size());
-  if (!wanted && size == 0) return absl::OkStatus();
-  if (!wanted) {
-    return absl::InvalidArgumentError(
-        absl::StrCat(where, ": carries ", field, ", which the stream's recipe does not ask for"));
-  }
-  if (size != num_tokens) {
-    return absl::InvalidArgumentError(absl::StrCat(where, ": ", field, " has ", size,
-                                                   " entries, the recipe wants one for each of ",
-                                                   num_tokens, " rows"));
-  }
-  for (int64_t i = 0; i < size; ++i) {
-    if (!std::isfinite(values[i])) {
-      return absl::InvalidArgumentError(absl::StrCat(where, ": ", field, " of row ", i, " is ",
-                                                     values[i], ", wanted a finite number"));
-    }
-  }
-  return absl::OkStatus();
-}
-
 }  // namespace
 
-int64_t OutputBytes(int64_t num_tokens) { return kNumOutputs * OutputStride(num_tokens); }
+int64_t OutputBytes(int64_t num_tokens, int32_t top_k) {
+  return kNumOutputs * OutputStride(num_tokens) +
+         kNumTopkOutputs * OutputStride(num_tokens * top_k);
+}
 
-HeadStream::HeadStream(std::shared_ptr<Head> head, std::shared_ptr<Step> step, StreamSpec spec,
-                       int64_t max_chunk_tokens)
+HeadStream::HeadStream(std::shared_ptr<Head> head, std::shared_ptr<Head> teacher,
+                       std::shared_ptr<Step> step, StreamSpec spec, const ChunkShape& shape)
     : head_(std::move(head)),
+      teacher_(std::move(teacher)),
       step_(std::move(step)),
       spec_(std::move(spec)),
       recipe_(std::make_shared<const LossRecipe>(spec_.recipe)),
-      max_chunk_tokens_(max_chunk_tokens),
+      shape_(shape),
       schedule_(step_ == nullptr && !spec_.outputs.grad_hidden_states ? Schedule::kEval
                                                                       : head_->plan().schedule),
-      num_computed_(std::make_shared<std::atomic<uint64_t>>(0)),
-      attached_(step_ != nullptr) {}
+      num_computed_(std::make_shared<std::atomic<uint64_t>>(0)) {}
 
 HeadStream::~HeadStream() { Detach(); }
 
 void HeadStream::Detach() {
-  if (attached_.exchange(false)) step_->DetachStream(spec_.worker, spec_.stream_index);
+  if (!attached_.exchange(false)) return;
+  if (step_ != nullptr) step_->DetachStream(spec_.worker, spec_.stream_index, side());
+  if (teacher_ != nullptr) teacher_->DetachStudent(student_id_);
+  if (pairing_id_ == 0) return;
+  for (const Pairing::Half& half : head_->pairing().Detach(pairing_id_)) {
+    half.done(absl::CancelledError("the stream is over"));
+  }
 }
 
 std::string HeadStream::Where(uint64_t chunk_index) const {
   if (step_ == nullptr)
     return absl::StrCat("chunk ", chunk_index, " for head ", head_->spec().name);
   return absl::StrCat("chunk ", chunk_index, " of worker ", spec_.worker, " in step ",
-                      step_->number(), " of head ", head_->spec().name);
-}
-
-absl::Status HeadStream::Validate(const ArrivedChunk& chunk) const {
-  const std::string where = Where(chunk.chunk_index);
-  if (chunk.num_tokens < 1 || chunk.num_tokens > max_chunk_tokens_) {
-    return absl::InvalidArgumentError(
-        absl::StrCat(where, ": has ", chunk.num_tokens, " rows, wanted 1 to ", max_chunk_tokens_));
-  }
-  const int64_t row_bytes = head_->spec().hidden_size * BytesPerElement(spec_.hidden_dtype);
-  const int64_t wanted_bytes = chunk.num_tokens * row_bytes;
-  if (static_cast<int64_t>(chunk.hidden_states.size()) != wanted_bytes) {
-    return absl::InvalidArgumentError(
-        absl::StrCat(where, ": hidden_states has ", chunk.hidden_states.size(), " bytes, wanted ",
-                     wanted_bytes, ": ", chunk.num_tokens, " rows of ", head_->spec().hidden_size,
-                     " ", std::string(DTypeName(spec_.hidden_dtype)), " elements"));
-  }
-  if (!std::isfinite(chunk.grad_scale)) {
-    return absl::InvalidArgumentError(
-        absl::StrCat(where, ": grad_scale is ", chunk.grad_scale, ", wanted a finite number"));
-  }
-  if (absl::Status status = ValidateTokenField(where, "token_weights", chunk.token_weights,
-                                               recipe_->token_weights, chunk.num_tokens);
-      !status.ok()) {
-    return status;
-  }
-  if (absl::Status status = ValidateTokenField(where, "token_temperature", chunk.token_temperature,
-                                               recipe_->per_token_temperature, chunk.num_tokens);
-      !status.ok()) {
-    return status;
-  }
-  for (size_t i = 0; i < chunk.token_temperature.size(); ++i) {
-    if (chunk.token_temperature[i] <= 0.0f) {
-      return absl::InvalidArgumentError(absl::StrCat(where, ": token_temperature of row ", i,
-                                                     " is ", chunk.token_temperature[i],
-                                                     ", wanted more than 0"));
-    }
-  }
-  return ValidateTargets(chunk);
-}
-
-absl::Status HeadStream::ValidateTargets(const ArrivedChunk& chunk) const {
-  if (static_cast<int64_t>(chunk.targets.size()) != chunk.num_tokens) {
-    return absl::InvalidArgumentError(absl::StrCat(Where(chunk.chunk_index), ": has ",
-                                                   chunk.targets.size(), " targets for ",
-                                                   chunk.num_tokens, " rows"));
-  }
-  const int64_t vocab_size = head_->spec().vocab_size;
-  for (int64_t i = 0; i < chunk.num_tokens; ++i) {
-    const int32_t target = chunk.targets[i];
-    if (target == recipe_->ignore_index || (target >= 0 && target < vocab_size)) continue;
-    return absl::InvalidArgumentError(absl::StrCat(
-        Where(chunk.chunk_index), ": target of row ", i, " is ", target, ", wanted 0 to ",
-        vocab_size - 1, " or ignore_index (", recipe_->ignore_index, ")"));
-  }
-  return absl::OkStatus();
+                      step_->number(), " of head ", head_->spec().name,
+                      side() == StreamSide::kTeacher ? " (teacher's side)" : "");
 }
 
 // Lays the wanted outputs out in the chunk's slot: the one place where the task that writes them
@@ -138,13 +73,15 @@ ChunkTask HeadStream::MakeTask(const ArrivedChunk& chunk, ChunkVerdict verdict,
                                ComputedChunk* answer) const {
   const int64_t n = chunk.num_tokens;
   const OutputSpec& outputs = spec_.outputs;
+  LMHEAD_CHECK(static_cast<int64_t>(chunk.output_space.size()) >= OutputBytes(n, outputs.top_k),
+               "no room for the outputs");
   std::byte* next = chunk.output_space.data();
-  const auto carve = [&](bool wanted) -> void* {
+  const auto carve = [&](bool wanted, int64_t per_token = 1) -> void* {
     if (!wanted) return nullptr;
-    return std::exchange(next, next + OutputStride(n));
+    return std::exchange(next, next + OutputStride(n * per_token));
   };
-  const auto span = [n](const auto* data) {
-    return std::span(data, data == nullptr ? 0 : static_cast<size_t>(n));
+  const auto span = [n](const auto* data, int64_t per_token = 1) {
+    return std::span(data, data == nullptr ? 0 : static_cast<size_t>(n * per_token));
   };
   ChunkTask task = {.recipe = recipe_, .outputs = outputs};
   task.mode =
@@ -157,36 +94,68 @@ ChunkTask HeadStream::MakeTask(const ArrivedChunk& chunk, ChunkVerdict verdict,
                .token_weights = chunk.token_weights,
                .token_temperature = chunk.token_temperature,
                .grad_scale = chunk.grad_scale,
+               .logprob_grad = chunk.logprob_grad,
+               .entropy_grad = chunk.entropy_grad,
+               .old_logprob = chunk.old_logprob,
+               .advantage = chunk.advantage,
+               .reference_logprob = chunk.reference_logprob,
+               .teacher_topk_ids = chunk.teacher_topk_ids,
+               .teacher_topk_logprobs = chunk.teacher_topk_logprobs,
                .token_loss = static_cast<float*>(carve(outputs.token_loss)),
                .logprob = static_cast<float*>(carve(outputs.logprob)),
                .lse = static_cast<float*>(carve(outputs.lse)),
                .entropy = static_cast<float*>(carve(outputs.entropy)),
-               .argmax = static_cast<int32_t*>(carve(outputs.argmax))};
+               .argmax = static_cast<int32_t*>(carve(outputs.argmax)),
+               .topk_ids = static_cast<int32_t*>(carve(outputs.top_k > 0, outputs.top_k)),
+               .topk_logprobs = static_cast<float*>(carve(outputs.top_k > 0, outputs.top_k))};
+  if (recipe_->has_teacher_head()) {
+    task.rows.teacher_hidden_states = {chunk.teacher_hidden_states.data(), n,
+                                       shape_.teacher_hidden_size,
+                                       recipe_->distillation->teacher_hidden_dtype};
+  }
   if (outputs.grad_hidden_states) task.rows.grad_hidden_states = hidden;
-  *answer = {.chunk_index = chunk.chunk_index,
-             .num_tokens = n,
-             .duplicate = verdict == ChunkVerdict::kDuplicate,
-             .token_loss = span(static_cast<const float*>(task.rows.token_loss)),
-             .logprob = span(static_cast<const float*>(task.rows.logprob)),
-             .lse = span(static_cast<const float*>(task.rows.lse)),
-             .entropy = span(static_cast<const float*>(task.rows.entropy)),
-             .argmax = span(static_cast<const int32_t*>(task.rows.argmax))};
+  *answer = {
+      .chunk_index = chunk.chunk_index,
+      .num_tokens = n,
+      .duplicate = verdict == ChunkVerdict::kDuplicate,
+      .token_loss = span(static_cast<const float*>(task.rows.token_loss)),
+      .logprob = span(static_cast<const float*>(task.rows.logprob)),
+      .lse = span(static_cast<const float*>(task.rows.lse)),
+      .entropy = span(static_cast<const float*>(task.rows.entropy)),
+      .argmax = span(static_cast<const int32_t*>(task.rows.argmax)),
+      .topk_ids = span(static_cast<const int32_t*>(task.rows.topk_ids), outputs.top_k),
+      .topk_logprobs = span(static_cast<const float*>(task.rows.topk_logprobs), outputs.top_k)};
   if (outputs.grad_hidden_states) answer->grad_hidden_states = chunk.hidden_states;
   return task;
 }
 
 absl::Status HeadStream::Submit(const ArrivedChunk& chunk, ChunkDone done) {
-  if (absl::Status status = Validate(chunk); !status.ok()) return status;
-  if (absl::Status status = head_->CheckUsable(); !status.ok()) return status;
+  absl::Status status = CheckChunk(Where(chunk.chunk_index), spec_, shape_, chunk);
+  if (!status.ok()) return status;
+  if (absl::Status usable = head_->CheckUsable(); !usable.ok()) return usable;
+  return side() == StreamSide::kWhole ? Compute(chunk, nullptr, std::move(done))
+                                      : SubmitHalf(chunk, std::move(done));
+}
+
+absl::Status HeadStream::Compute(const ArrivedChunk& chunk, const ArrivedChunk* teacher,
+                                 ChunkDone done) {
+  // Before the ledger is asked, so that a teacher that is gone spoils no step.
+  if (teacher_ != nullptr) {
+    if (absl::Status status = teacher_->CheckUsable(); !status.ok()) return status;
+  }
   ChunkVerdict verdict = ChunkVerdict::kNew;
   if (step_ != nullptr) {
-    absl::StatusOr<ChunkVerdict> accepted =
-        step_->AcceptChunk(spec_.worker, chunk.chunk_index, chunk.checksum);
+    absl::StatusOr<ChunkVerdict> accepted = step_->AcceptChunk(
+        spec_.worker, chunk.chunk_index, chunk.checksum,
+        teacher == nullptr ? std::nullopt : std::optional<uint64_t>(teacher->checksum));
     if (!accepted.ok()) return accepted.status();
     verdict = *accepted;
   }
   ComputedChunk answer;
   ChunkTask task = MakeTask(chunk, verdict, &answer);
+  if (teacher != nullptr) {
+    task.rows.teacher_hidden_states.data = teacher->teacher_hidden_states.data();
+  }
   task.done = [head = head_, step = step_, worker = spec_.worker, num_computed = num_computed_,
                answer, where = Where(chunk.chunk_index),
                done = std::move(done)](absl::StatusOr<ChunkOutput> output) mutable {
@@ -202,22 +171,145 @@ absl::Status HeadStream::Submit(const ArrivedChunk& chunk, ChunkDone done) {
     num_computed->fetch_add(1, std::memory_order_relaxed);
     done(answer);
   };
-  absl::Status status = head_->SubmitTask(std::move(task));
+  absl::Status status = head_->SubmitTask(std::move(task), teacher_.get());
   if (!status.ok() && step_ != nullptr && verdict == ChunkVerdict::kNew) {
     step_->ChunkFailed(spec_.worker, chunk.chunk_index, status);
   }
   return status;
 }
 
+// --- Paired streams ---
+
+absl::Status HeadStream::SubmitHalf(const ArrivedChunk& chunk, ChunkDone done) {
+  const Pairing::Key key = {spec_.step, spec_.worker, chunk.chunk_index};
+  const bool of_teacher = side() == StreamSide::kTeacher;
+  const auto student_has_result = [&]() -> absl::StatusOr<bool> {
+    if (!of_teacher || step_ == nullptr) return false;
+    return step_->IsReceived(spec_.worker, chunk.chunk_index, chunk.checksum);
+  };
+  absl::StatusOr<bool> over = student_has_result();
+  if (!over.ok()) return over.status();
+  if (*over) {
+    done(Pairing::TeacherAnswer(chunk, /*duplicate=*/true));
+    return absl::OkStatus();
+  }
+  Pairing& pairing = head_->pairing();
+  Pairing::Half half = {pairing_id_, shared_from_this(), chunk, std::move(done)};
+  absl::Status status =
+      Settle(pairing.Offer(side(), key, std::move(half), absl::Now()), pairing_id_);
+  if (!status.ok()) return status;
+  // The student's word may have come between the question and the offer.
+  over = student_has_result();
+  if (over.ok() && *over) {
+    if (std::optional<Pairing::Half> taken = pairing.Received(key)) {
+      taken->done(Pairing::TeacherAnswer(taken->chunk, /*duplicate=*/true));
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status HeadStream::Settle(Pairing::Offered offered, Pairing::StreamId mine) {
+  if (offered.replaced.has_value()) {
+    offered.replaced->done(absl::FailedPreconditionError(
+        absl::StrCat("chunk ", offered.replaced->chunk.chunk_index,
+                     " came again on another stream of the worker, which has it now")));
+  }
+  if (offered.refused.has_value()) {
+    const absl::Status status = absl::CancelledError("the stream is over");
+    if (offered.refused->stream_id == mine) return status;
+    offered.refused->done(status);
+  }
+  if (!offered.match.has_value()) return absl::OkStatus();
+  return ComputeMatch(*std::move(offered.match), mine);
+}
+
+absl::Status HeadStream::ComputeMatch(Pairing::Match match, Pairing::StreamId mine) {
+  const auto both = std::make_shared<Pairing::Match>(std::move(match));
+  HeadStream& student = *both->student.stream;
+  absl::Status status = student.CheckSidesAgree(both->student, both->teacher);
+  if (status.ok()) {
+    const auto finish = [both](absl::StatusOr<ComputedChunk> answer) {
+      if (!answer.ok()) {
+        both->teacher.done(answer.status());
+        both->student.done(answer.status());
+        return;
+      }
+      const Pairing::Half student_half = both->student;
+      Pairing& pairing = student_half.stream->head_->pairing();
+      // First the teacher's half is put away: the student's client may say at once that it has the
+      // result.
+      Settle(pairing.Computed(std::move(*both), absl::Now()), /*mine=*/0).IgnoreError();
+      student_half.done(std::move(answer));
+    };
+    status = student.Compute(both->student.chunk, &both->teacher.chunk, finish);
+  }
+  if (status.ok()) return status;
+  for (const Pairing::Half* half : {&both->student, &both->teacher}) {
+    if (half->stream_id != mine) half->done(status);
+  }
+  return status;
+}
+
+absl::Status HeadStream::CheckSidesAgree(const Pairing::Half& student,
+                                         const Pairing::Half& teacher) const {
+  const std::string where = Where(student.chunk.chunk_index);
+  if (student.chunk.num_tokens != teacher.chunk.num_tokens) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        where, ": has ", student.chunk.num_tokens, " rows on the student's side and ",
+        teacher.chunk.num_tokens, " on the teacher's; both programs must cut their rows alike"));
+  }
+  if (*recipe_ == *teacher.stream->recipe_) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat(where, ": the two sides were opened with different recipes, wanted equal ones"));
+}
+
+absl::Status HeadStream::Received(uint64_t chunk_index) {
+  if (side() != StreamSide::kStudent) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("`received` for ", Where(chunk_index),
+                     ": only the student's side of a paired stream sends it"));
+  }
+  if (step_ != nullptr) {
+    absl::Status status = step_->MarkReceived(spec_.worker, chunk_index);
+    if (!status.ok()) return status;
+  }
+  if (std::optional<Pairing::Half> half =
+          head_->pairing().Received({spec_.step, spec_.worker, chunk_index})) {
+    half->done(Pairing::TeacherAnswer(half->chunk, /*duplicate=*/false));
+  }
+  return absl::OkStatus();
+}
+
+void HeadStream::ExpireUnpaired(absl::Time now) {
+  if (side() == StreamSide::kWhole) return;
+  for (Pairing::GivenUp& given_up : head_->pairing().Expire(now)) {
+    given_up.half.done(std::move(given_up.answer));
+  }
+}
+
 absl::Status HeadStream::End(uint64_t num_chunks) {
   if (absl::Status status = head_->CheckUsable(); !status.ok()) return status;
-  if (step_ == nullptr) return absl::OkStatus();
-  return step_->EndWorker(spec_.worker, num_chunks).status();
+  if (side() == StreamSide::kTeacher) {
+    return step_ == nullptr ? absl::OkStatus() : step_->EndTeacherSide(spec_.worker, num_chunks);
+  }
+  if (step_ != nullptr) {
+    absl::Status status = step_->EndWorker(spec_.worker, num_chunks).status();
+    if (!status.ok()) return status;
+  }
+  if (side() == StreamSide::kWhole) return absl::OkStatus();
+  for (const Pairing::Half& half : head_->pairing().EndStream(pairing_id_)) {
+    if (step_ != nullptr) {
+      step_->MarkReceived(spec_.worker, half.chunk.chunk_index).IgnoreError();
+    }
+    half.done(Pairing::TeacherAnswer(half.chunk, /*duplicate=*/false));
+  }
+  return absl::OkStatus();
 }
 
 uint64_t HeadStream::NumChunksCounted() const {
   if (step_ == nullptr) return num_computed_->load(std::memory_order_relaxed);
-  return step_->NumChunksCounted(spec_.worker);
+  return side() == StreamSide::kTeacher ? step_->NumPairsCounted(spec_.worker)
+                                        : step_->NumChunksCounted(spec_.worker);
 }
 
 }  // namespace lmhead

@@ -49,8 +49,9 @@ Step::Step(std::string head, uint64_t number, std::vector<std::string> workers)
     : head_(std::move(head)),
       number_(number),
       workers_(std::move(workers)),
-      begun_at_(absl::Now()) {
-  for (const std::string& worker : workers_) ledger_.try_emplace(worker);
+      begun_at_(absl::Now()),
+      last_call_(begun_at_) {
+  for (const std::string& worker : workers_) ledger_[worker].last_seen = begun_at_;
 }
 
 std::string Step::Name() const { return StepName(head_, number_); }
@@ -86,30 +87,44 @@ absl::StatusOr<Step::Worker*> Step::FindWorker(const std::string& name) {
 // --- Streams ---
 
 absl::Status Step::AttachStream(const std::string& worker, uint32_t stream_index,
-                                AbortListener on_abort) {
+                                AbortListener on_abort, StreamSide side) {
   absl::MutexLock lock(&mu_);
   if (state_ == StepState::kAborted) return abort_status_;
   if (!failure_.ok()) return failure_;
   if (state_ == StepState::kCommitted) {
     return absl::FailedPreconditionError(absl::StrCat(Name(), " is committed; begin the next one"));
   }
-  if (absl::StatusOr<Worker*> found = FindWorker(worker); !found.ok()) return found.status();
+  absl::StatusOr<Worker*> found = FindWorker(worker);
+  if (!found.ok()) return found.status();
   if (stream_index >= kStreamsPerWorkerMax) {
     return absl::InvalidArgumentError(absl::StrCat("stream_index ", stream_index, " of worker ",
                                                    worker, ": wanted less than ",
                                                    kStreamsPerWorkerMax));
   }
   const bool inserted =
-      streams_.try_emplace({std::string(worker), stream_index}, std::move(on_abort)).second;
-  if (inserted) return absl::OkStatus();
+      streams_
+          .try_emplace({worker, side == StreamSide::kTeacher, stream_index}, std::move(on_abort))
+          .second;
+  if (inserted) {
+    ++(*found)->num_streams;
+    if (side != StreamSide::kWhole) {
+      const bool was_complete = (*found)->IsComplete();
+      (*found)->is_paired = true;
+      CountIfComplete(**found, was_complete);
+    }
+    return absl::OkStatus();
+  }
   return absl::AlreadyExistsError(
       absl::StrCat("stream ", stream_index, " of worker ", worker, " in ", Name(),
                    " is open already; use another stream_index, or close the first one"));
 }
 
-void Step::DetachStream(const std::string& worker, uint32_t stream_index) {
+void Step::DetachStream(const std::string& worker, uint32_t stream_index, StreamSide side) {
   absl::MutexLock lock(&mu_);
-  streams_.erase({std::string(worker), stream_index});
+  if (streams_.erase({worker, side == StreamSide::kTeacher, stream_index}) == 0) return;
+  Worker& state = ledger_.find(worker)->second;
+  --state.num_streams;
+  state.last_seen = absl::Now();
 }
 
 // --- The ledger ---
@@ -124,12 +139,14 @@ absl::Status Step::CheckTakesChunks() const {
 }
 
 absl::StatusOr<ChunkVerdict> Step::AcceptChunk(const std::string& worker_name, uint64_t chunk_index,
-                                               uint64_t checksum) {
+                                               uint64_t checksum,
+                                               std::optional<uint64_t> teacher_checksum) {
   absl::MutexLock lock(&mu_);
   if (absl::Status status = CheckTakesChunks(); !status.ok()) return status;
   absl::StatusOr<Worker*> found = FindWorker(worker_name);
   if (!found.ok()) return found.status();
   Worker& worker = **found;
+  worker.last_seen = absl::Now();
   if (chunk_index >= kChunksPerWorkerMax) {
     return absl::InvalidArgumentError(absl::StrCat("chunk_index ", chunk_index, " of worker ",
                                                    worker_name, " in ", Name(),
@@ -140,17 +157,28 @@ absl::StatusOr<ChunkVerdict> Step::AcceptChunk(const std::string& worker_name, u
         absl::StrCat("chunk_index ", chunk_index, " of worker ", worker_name, " in ", Name(),
                      ": the worker has ended with ", *worker.num_chunks, " chunks"));
   }
-  const auto [entry, inserted] = worker.chunks.try_emplace(chunk_index, LedgerEntry{checksum});
+  const auto [entry, inserted] = worker.chunks.try_emplace(
+      chunk_index, LedgerEntry{.checksum = checksum, .teacher_checksum = teacher_checksum});
   if (inserted) {
     worker.chunk_index_end = std::max(worker.chunk_index_end, chunk_index + 1);
     ++num_in_flight_;
     return ChunkVerdict::kNew;
   }
-  if (entry->second.checksum == checksum) return ChunkVerdict::kDuplicate;
+  if (entry->second.checksum == checksum) {
+    if (entry->second.teacher_checksum == teacher_checksum) return ChunkVerdict::kDuplicate;
+    return OtherTeacherContents(worker_name, chunk_index);
+  }
   return absl::InvalidArgumentError(absl::StrCat(
       "chunk ", chunk_index, " of worker ", worker_name, " in ", Name(),
       " was received before with other contents (checksum ", absl::Hex(entry->second.checksum),
       ", now ", absl::Hex(checksum), "); a chunk that is sent again must be the same"));
+}
+
+absl::Status Step::OtherTeacherContents(const std::string& worker, uint64_t chunk_index) const {
+  return absl::InvalidArgumentError(absl::StrCat(
+      "chunk ", chunk_index, " of worker ", worker, " in ", Name(),
+      " was received before with other contents on its teacher's side; a chunk that is "
+      "sent again must be the same"));
 }
 
 void Step::ChunkAccumulated(const std::string& worker_name, uint64_t chunk_index,
@@ -158,7 +186,10 @@ void Step::ChunkAccumulated(const std::string& worker_name, uint64_t chunk_index
   absl::MutexLock lock(&mu_);
   Worker& worker = ledger_.find(worker_name)->second;
   const bool was_complete = worker.IsComplete();
-  worker.chunks.at(chunk_index).accumulated = true;
+  LedgerEntry& entry = worker.chunks.at(chunk_index);
+  entry.accumulated = true;
+  if (entry.teacher_checksum.has_value()) ++worker.num_pairs;
+  worker.last_seen = absl::Now();
   ++worker.num_accumulated;
   --num_in_flight_;
   sums_ += sums;
@@ -184,7 +215,8 @@ void Step::PoisonLocked(const absl::Status& error) {
 }
 
 void Step::CountIfComplete(Worker& worker, bool was_complete) {
-  if (!was_complete && worker.IsComplete()) ++num_complete_workers_;
+  if (worker.IsComplete() == was_complete) return;
+  num_complete_workers_ += was_complete ? -1 : 1;
 }
 
 absl::StatusOr<uint64_t> Step::EndWorker(const std::string& worker_name, uint64_t num_chunks) {
@@ -210,14 +242,140 @@ absl::StatusOr<uint64_t> Step::EndWorker(const std::string& worker_name, uint64_
   }
   const bool was_complete = worker.IsComplete();
   worker.num_chunks = num_chunks;
+  worker.last_seen = absl::Now();
   CountIfComplete(worker, was_complete);
   return worker.num_accumulated;
+}
+
+absl::Status Step::EndTeacherSide(const std::string& worker_name, uint64_t num_chunks) {
+  absl::MutexLock lock(&mu_);
+  if (state_ == StepState::kAborted) return abort_status_;
+  if (!failure_.ok()) return failure_;
+  absl::StatusOr<Worker*> found = FindWorker(worker_name);
+  if (!found.ok()) return found.status();
+  Worker& worker = **found;
+  worker.last_seen = absl::Now();
+  const std::string where =
+      absl::StrCat("end of the teacher's side of worker ", worker_name, " in ", Name());
+  if (worker.num_teacher_chunks.has_value() && *worker.num_teacher_chunks != num_chunks) {
+    return absl::InvalidArgumentError(absl::StrCat(where, ": got num_chunks ", num_chunks,
+                                                   ", stated before was ",
+                                                   *worker.num_teacher_chunks));
+  }
+  if (num_chunks > kChunksPerWorkerMax || num_chunks < worker.num_pairs) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(where, ": got num_chunks ", num_chunks, ", wanted ", worker.num_pairs,
+                     ", which have been counted, to ", kChunksPerWorkerMax));
+  }
+  const bool was_complete = worker.IsComplete();
+  worker.num_teacher_chunks = num_chunks;
+  CountIfComplete(worker, was_complete);
+  return absl::OkStatus();
+}
+
+absl::Status Step::MarkReceived(const std::string& worker_name, uint64_t chunk_index) {
+  absl::MutexLock lock(&mu_);
+  absl::StatusOr<Worker*> found = FindWorker(worker_name);
+  if (!found.ok()) return found.status();
+  const auto entry = (*found)->chunks.find(chunk_index);
+  if (entry == (*found)->chunks.end() || !entry->second.accumulated ||
+      !entry->second.teacher_checksum.has_value()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("`received` for chunk ", chunk_index, " of worker ", worker_name, " in ",
+                     Name(), ": no such chunk of paired streams has been answered"));
+  }
+  entry->second.received = true;
+  return absl::OkStatus();
+}
+
+absl::StatusOr<bool> Step::IsReceived(const std::string& worker_name, uint64_t chunk_index,
+                                      uint64_t teacher_checksum) const {
+  absl::MutexLock lock(&mu_);
+  const auto worker = ledger_.find(worker_name);
+  if (worker == ledger_.end()) return false;
+  const auto entry = worker->second.chunks.find(chunk_index);
+  if (entry != worker->second.chunks.end()) {
+    if (entry->second.teacher_checksum != teacher_checksum) {
+      return OtherTeacherContents(worker_name, chunk_index);
+    }
+    if (entry->second.received) return true;
+  }
+  if (absl::Status status = CheckTakesChunks(); !status.ok()) return status;
+  return false;
+}
+
+absl::StatusOr<ChunkVerdict> Step::AcceptPiece(const std::string& worker, uint64_t index,
+                                               uint64_t checksum) {
+  absl::MutexLock lock(&mu_);
+  absl::StatusOr<Worker*> found = FindWorker(worker);
+  if (!found.ok()) return found.status();
+  (*found)->last_seen = absl::Now();
+  if (const auto known = (*found)->pieces.find(index); known != (*found)->pieces.end()) {
+    if (known->second == checksum) return ChunkVerdict::kDuplicate;
+    return absl::InvalidArgumentError(absl::StrCat(
+        "gradient piece ", index, " of worker ", worker, " in ", Name(),
+        " was received before with other contents; a repeated piece must be the same"));
+  }
+  if (index >= kChunksPerWorkerMax) {
+    return absl::InvalidArgumentError(absl::StrCat("gradient piece ", index, " of worker ", worker,
+                                                   " in ", Name(), ": wanted an index below ",
+                                                   kChunksPerWorkerMax));
+  }
+  if (absl::Status status = CheckTakesChunks(); !status.ok()) return status;
+  return ChunkVerdict::kNew;
+}
+
+void Step::PieceAccumulated(const std::string& worker, uint64_t index, uint64_t checksum) {
+  absl::MutexLock lock(&mu_);
+  ledger_[worker].pieces.emplace(index, checksum);
 }
 
 uint64_t Step::NumChunksCounted(const std::string& worker) const {
   absl::MutexLock lock(&mu_);
   const auto it = ledger_.find(worker);
   return it == ledger_.end() ? 0 : it->second.num_accumulated;
+}
+
+uint64_t Step::NumPairsCounted(const std::string& worker) const {
+  absl::MutexLock lock(&mu_);
+  const auto it = ledger_.find(worker);
+  return it == ledger_.end() ? 0 : it->second.num_pairs;
+}
+
+// --- Signs of life ---
+
+void Step::NoteCall() {
+  absl::MutexLock lock(&mu_);
+  last_call_ = absl::Now();
+}
+
+std::optional<std::string> Step::Overdue(absl::Time now, const StepLimits& limits) const {
+  absl::MutexLock lock(&mu_);
+  if (state_ == StepState::kCommitted || state_ == StepState::kAborted) return std::nullopt;
+  if (limits.step_timeout > absl::ZeroDuration() && now - begun_at_ > limits.step_timeout) {
+    return absl::StrCat("it has been open for longer than ",
+                        absl::FormatDuration(limits.step_timeout), " (--step_timeout_seconds)");
+  }
+  if (limits.worker_lease <= absl::ZeroDuration()) return std::nullopt;
+  const std::string lease =
+      absl::StrCat(absl::FormatDuration(limits.worker_lease), " (--worker_lease_seconds)");
+  absl::Time last_sign = last_call_;
+  for (const auto& [name, worker] : ledger_) {
+    if (worker.num_streams > 0) {
+      last_sign = now;
+    } else if (worker.IsComplete()) {
+      last_sign = std::max(last_sign, worker.last_seen);
+    } else if (now - worker.last_seen > limits.worker_lease) {
+      return absl::StrCat("worker ", name, " has had no stream and sent nothing for longer than ",
+                          lease);
+    } else {
+      last_sign = now;  // Its own lease runs.
+    }
+  }
+  if (now - last_sign <= limits.worker_lease) return std::nullopt;
+  return absl::StrCat("every worker has ended, but none has called ",
+                      state_ == StepState::kOpen ? "PrepareStep" : "CommitStep",
+                      " for longer than ", lease);
 }
 
 // --- Prepare, commit, abort ---
@@ -240,6 +398,27 @@ std::string MissingChunks(uint64_t num_chunks, absl::FunctionRef<bool(uint64_t)>
 
 }  // namespace
 
+std::string Step::Lacking(const std::string& name, const Worker& worker) {
+  std::vector<std::string> lacking;
+  if (const std::string missing = MissingChunks(
+          *worker.num_chunks, [&worker](uint64_t i) { return worker.chunks.contains(i); });
+      !missing.empty()) {
+    lacking.push_back(absl::StrCat("chunks ", missing, " have not arrived"));
+  }
+  if (const uint64_t num = worker.chunks.size() - worker.num_accumulated; num > 0) {
+    lacking.push_back(absl::StrCat(num, " still being computed"));
+  }
+  if (worker.is_paired && !worker.num_teacher_chunks.has_value()) {
+    lacking.push_back("its teacher's side has not ended");
+  } else if (worker.is_paired && worker.num_teacher_chunks != worker.num_pairs) {
+    lacking.push_back(absl::StrCat("its teacher's side has ended with ", *worker.num_teacher_chunks,
+                                   " chunks, of which ", worker.num_pairs,
+                                   " met their student's side"));
+  }
+  return absl::StrCat("worker ", name, " (", *worker.num_chunks,
+                      " chunks): ", absl::StrJoin(lacking, ", "));
+}
+
 absl::Status Step::CheckCompleteLocked() const {
   if (num_complete_workers_ == workers_.size()) return absl::OkStatus();
   std::vector<std::string> not_ended;
@@ -248,13 +427,7 @@ absl::Status Step::CheckCompleteLocked() const {
     if (!worker.num_chunks.has_value()) {
       not_ended.push_back(name);
     } else if (!worker.IsComplete() && incomplete.size() < kRangesShownMax) {
-      const std::string missing = MissingChunks(
-          *worker.num_chunks, [&worker = worker](uint64_t i) { return worker.chunks.contains(i); });
-      const uint64_t num_computing = worker.chunks.size() - worker.num_accumulated;
-      incomplete.push_back(absl::StrCat(
-          "worker ", name, " (", *worker.num_chunks, " chunks)",
-          missing.empty() ? "" : absl::StrCat(": chunks ", missing, " have not arrived"),
-          num_computing == 0 ? "" : absl::StrCat(": ", num_computing, " still being computed")));
+      incomplete.push_back(Lacking(name, worker));
     }
   }
   std::string what;
@@ -384,7 +557,7 @@ absl::StatusOr<StepSequence::Begun> StepSequence::Begin(uint64_t number,
     }
     return Begun{.step = open_, .already_open = true};
   }
-  const uint64_t last = last_committed_ == nullptr ? 0 : last_committed_->number();
+  const uint64_t last = last_number_;
   if (number <= last) {
     return absl::FailedPreconditionError(absl::StrCat("got ", StepName(head_, number),
                                                       ", wanted one greater than ", last,
@@ -399,8 +572,8 @@ absl::Status StepSequence::NotOpen(uint64_t number) const {
                                      : std::string("no step is open");
   if (last_aborted_ != nullptr && last_aborted_->number() == number) {
     absl::StrAppend(&why, "; ", last_aborted_->abort_status().message());
-  } else if (last_committed_ != nullptr) {
-    absl::StrAppend(&why, "; step ", last_committed_->number(), " was committed last");
+  } else if (last_number_ != 0) {
+    absl::StrAppend(&why, "; step ", last_number_, " was committed last");
   }
   return absl::FailedPreconditionError(
       absl::StrCat(StepName(head_, number), " is not open: ", why));
@@ -439,7 +612,15 @@ void StepSequence::Close() {
   // The number may have been aborted before and begun again.
   if (last_aborted_ != nullptr && last_aborted_->number() == step->number())
     last_aborted_ = nullptr;
+  last_number_ = step->number();
   last_committed_ = std::move(step);
+}
+
+void StepSequence::Restore(uint64_t number) {
+  absl::MutexLock lock(&mu_);
+  last_number_ = number;
+  last_committed_ = nullptr;
+  last_aborted_ = nullptr;
 }
 
 std::shared_ptr<Step> StepSequence::open() const {
@@ -449,7 +630,7 @@ std::shared_ptr<Step> StepSequence::open() const {
 
 uint64_t StepSequence::last_committed_step() const {
   absl::MutexLock lock(&mu_);
-  return last_committed_ == nullptr ? 0 : last_committed_->number();
+  return last_number_;
 }
 
 }  // namespace lmhead

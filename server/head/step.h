@@ -20,6 +20,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -31,6 +32,7 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "proto/types/loss_recipe.h"
+#include "server/head/chunk.h"
 
 namespace lmhead {
 
@@ -56,6 +58,12 @@ struct CommitParameters {
   bool allow_nonfinite_rows = false;
 
   friend bool operator==(const CommitParameters&, const CommitParameters&) = default;
+};
+
+// When a step is ended for want of life; a zero duration means never.
+struct StepLimits {
+  absl::Duration worker_lease;  // Since a worker that has not ended was last heard of.
+  absl::Duration step_timeout;  // Since BeginStep.
 };
 
 // What CommitStep answers.
@@ -87,20 +95,24 @@ class Step {
   // Registers a stream of `worker`. INVALID_ARGUMENT for a worker the step was not begun with;
   // ALREADY_EXISTS while another stream has this index; FAILED_PRECONDITION or ABORTED once the
   // step takes no streams. A prepared step still takes one: a worker whose connection broke may
-  // have to repeat its end.
+  // have to repeat its end. The two sides of paired streams count their indices apart; a worker
+  // with a stream of either side is complete only when its teacher's side has ended, too.
   absl::Status AttachStream(const std::string& worker, uint32_t stream_index,
-                            AbortListener on_abort);
+                            AbortListener on_abort, StreamSide side = StreamSide::kWhole);
 
   // The stream is gone. Its listener is not called after this, unless a call is under way.
-  void DetachStream(const std::string& worker, uint32_t stream_index);
+  void DetachStream(const std::string& worker, uint32_t stream_index,
+                    StreamSide side = StreamSide::kWhole);
 
   // --- The ledger ---
 
   // Asks what to do with a chunk. INVALID_ARGUMENT: same index with another checksum, an index
   // above kChunksPerWorkerMax or beyond the worker's stated count. FAILED_PRECONDITION: the step is
   // prepared or over. ABORTED: the step is aborted or poisoned.
+  // `teacher_checksum` is of the teacher's side of a chunk that came on paired streams.
   absl::StatusOr<ChunkVerdict> AcceptChunk(const std::string& worker, uint64_t chunk_index,
-                                           uint64_t checksum);
+                                           uint64_t checksum,
+                                           std::optional<uint64_t> teacher_checksum = std::nullopt);
 
   // A new chunk's gradient is in the accumulators. REQUIRES: AcceptChunk said kNew.
   void ChunkAccumulated(const std::string& worker, uint64_t chunk_index, const LossSums& sums);
@@ -113,8 +125,30 @@ class Step {
   // index seen. May be repeated, also once prepared.
   absl::StatusOr<uint64_t> EndWorker(const std::string& worker, uint64_t num_chunks);
 
-  // Distinct chunks of the worker counted so far.
+  // The same for a piece of gradient that comes without hidden states: its indices are apart from
+  // those of the chunks, no count is stated, and one that was counted is known as a duplicate also
+  // once the step is prepared. kNew: PieceAccumulated or Poison must follow, and the caller
+  // lets no other call of the step's head in between.
+  absl::StatusOr<ChunkVerdict> AcceptPiece(const std::string& worker, uint64_t index,
+                                           uint64_t checksum);
+  void PieceAccumulated(const std::string& worker, uint64_t index, uint64_t checksum);
+
+  // The same of the teacher's side of the worker's paired streams: chunks sent on that side.
+  absl::Status EndTeacherSide(const std::string& worker, uint64_t num_chunks);
+
+  // The student's client has the result of a chunk that came on paired streams, and will not send
+  // it again. INVALID_ARGUMENT when that chunk has not been counted.
+  absl::Status MarkReceived(const std::string& worker, uint64_t chunk_index);
+
+  // Whether that is so, asked by the teacher's side that sends the chunk (again).
+  // INVALID_ARGUMENT: the chunk was counted with other contents on the teacher's side. Otherwise
+  // as AcceptChunk.
+  absl::StatusOr<bool> IsReceived(const std::string& worker, uint64_t chunk_index,
+                                  uint64_t teacher_checksum) const;
+
+  // Distinct chunks of the worker counted so far; those of them that came on paired streams.
   uint64_t NumChunksCounted(const std::string& worker) const;
+  uint64_t NumPairsCounted(const std::string& worker) const;
 
   // --- Prepare, commit, abort ---
 
@@ -149,6 +183,17 @@ class Step {
   // step was aborted already. FAILED_PRECONDITION when it is committed.
   absl::StatusOr<bool> Abort(const std::string& reason);
 
+  // --- Signs of life ---
+
+  // A call about the step has come that names no worker, such as PrepareStep.
+  void NoteCall();
+
+  // Why the step should be aborted now; nothing while it should not. A worker lives while it has a
+  // stream; without one its lease runs from its last stream, chunk or end, and stops once all it
+  // stated is counted. When that is so of all workers, the lease runs for the step, which waits for
+  // PrepareStep or CommitStep.
+  std::optional<std::string> Overdue(absl::Time now, const StepLimits& limits) const;
+
   // What an aborted step answers, with the reason; OK of any other.
   absl::Status abort_status() const;
 
@@ -166,20 +211,37 @@ class Step {
  private:
   struct LedgerEntry {
     uint64_t checksum = 0;
+    std::optional<uint64_t> teacher_checksum;  // Of a chunk that came on paired streams.
     bool accumulated = false;
+    bool received = false;  // See MarkReceived.
   };
   struct Worker {
     absl::flat_hash_map<uint64_t, LedgerEntry> chunks;
+    absl::flat_hash_map<uint64_t, uint64_t> pieces;  // Index to checksum.
     uint64_t num_accumulated = 0;
-    uint64_t chunk_index_end = 0;        // Highest index seen, plus one.
-    std::optional<uint64_t> num_chunks;  // As stated by EndWorker.
+    uint64_t chunk_index_end = 0;                // Highest index seen, plus one.
+    std::optional<uint64_t> num_chunks;          // As stated by EndWorker.
+    bool is_paired = false;                      // Has had a stream of either side.
+    uint64_t num_pairs = 0;                      // Of num_accumulated, those of paired streams.
+    std::optional<uint64_t> num_teacher_chunks;  // As stated by EndTeacherSide.
+    int num_streams = 0;
+    absl::Time last_seen;
 
-    bool IsComplete() const { return num_chunks.has_value() && num_accumulated == *num_chunks; }
+    bool IsComplete() const {
+      return num_chunks.has_value() && num_accumulated == *num_chunks &&
+             (!is_paired || num_teacher_chunks == num_pairs);
+    }
   };
+
+  // Worker, whether it is of a teacher's side, stream_index.
+  using StreamKey = std::tuple<std::string, bool, uint32_t>;
 
   absl::Status CheckTakesChunks() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status CheckCompleteLocked() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::StatusOr<Worker*> FindWorker(const std::string& name) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  absl::Status OtherTeacherContents(const std::string& worker, uint64_t chunk_index) const;
+  // What a worker that has ended still lacks. REQUIRES: it is not complete.
+  static std::string Lacking(const std::string& name, const Worker& worker);
   void CountIfComplete(Worker& worker, bool was_complete) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void PoisonLocked(const absl::Status& error) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   std::string Name() const;  // "step 7 of head lm".
@@ -196,10 +258,11 @@ class Step {
   std::map<std::string, Worker, std::less<>> ledger_ ABSL_GUARDED_BY(mu_);
   size_t num_complete_workers_ ABSL_GUARDED_BY(mu_) = 0;
   int64_t num_in_flight_ ABSL_GUARDED_BY(mu_) = 0;
+  absl::Time last_call_ ABSL_GUARDED_BY(mu_);  // About the step as a whole.
   LossSums sums_ ABSL_GUARDED_BY(mu_);
   std::optional<PreparedStep> prepared_ ABSL_GUARDED_BY(mu_);
   std::optional<std::pair<CommitParameters, CommittedStep>> committed_ ABSL_GUARDED_BY(mu_);
-  std::map<std::pair<std::string, uint32_t>, AbortListener> streams_ ABSL_GUARDED_BY(mu_);
+  std::map<StreamKey, AbortListener> streams_ ABSL_GUARDED_BY(mu_);
 };
 
 // The steps of one head, in order: at most one is open. Remembers the last one committed and the
@@ -231,6 +294,10 @@ class StepSequence {
   // Puts the open step away. REQUIRES: it is committed or aborted.
   void Close();
 
+  // Goes on after `number`, which a server before this one committed: 0 for none.
+  // REQUIRES: no step is open.
+  void Restore(uint64_t number);
+
   std::shared_ptr<Step> open() const;  // Null when none is.
   uint64_t last_committed_step() const;
 
@@ -241,6 +308,7 @@ class StepSequence {
   mutable absl::Mutex mu_;
   std::shared_ptr<Step> open_ ABSL_GUARDED_BY(mu_);
   std::shared_ptr<Step> last_committed_ ABSL_GUARDED_BY(mu_);
+  uint64_t last_number_ ABSL_GUARDED_BY(mu_) = 0;  // Of the last commit, also a restored one.
   std::shared_ptr<Step> last_aborted_ ABSL_GUARDED_BY(mu_);
 };
 

@@ -11,7 +11,9 @@
 //
 // A chunk keeps its slot from StartRead until gRPC has released the answer's memory, which is later
 // than OnWriteDone. A stream that is over keeps slots only for what the executor still computes:
-// accepted chunks are counted even when nobody waits for the answer.
+// accepted chunks are counted even when nobody waits for the answer. On paired streams a chunk also
+// keeps its slot while it waits for its other side: so many of the slots are reserved for the stream
+// as its client was told that it may have chunks without an answer.
 
 #ifndef LMHEAD_SERVER_RPC_CHUNK_STREAM_H_
 #define LMHEAD_SERVER_RPC_CHUNK_STREAM_H_
@@ -34,10 +36,13 @@
 #include "absl/time/time.h"
 #include "lmhead/v1/loss.pb.h"
 #include "proto/wire/chunk_codec.h"
+#include "server/checkpoint/checkpoint_store.h"
 #include "server/head/head_registry.h"
 #include "server/head/head_stream.h"
 #include "server/memory/staging_pool.h"
+#include "server/logging/logging.h"
 #include "server/metrics/metrics.h"
+#include "server/rpc/call_guard.h"
 #include "server/rpc/stream_set.h"
 
 namespace lmhead {
@@ -48,13 +53,15 @@ struct StreamEnvironment {
   StagingPool* slots = nullptr;
   StreamSet* streams = nullptr;
   Metrics* metrics = nullptr;
+  const CallGuard* guard = nullptr;
+  CheckpointStore* checkpoints = nullptr;  // Null when the server keeps none.
   uint64_t incarnation = 0;
   int32_t max_inflight_chunks = 0;
   // How long a client may take to send `open`, to take an answer, or to half-close after `ended`.
   absl::Duration stall_timeout;
 };
 
-// Bytes of a staging slot: room for every array of a chunk, and for its per-token outputs.
+// Bytes of a staging slot: room for every array of a chunk, and for its outputs.
 int64_t StagingSlotBytes(int64_t chunk_bytes_max);
 
 class ChunkStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>,
@@ -111,6 +118,9 @@ class ChunkStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc:
   void Write();
   void FinishStream();
 
+  // Whether the caller may open such a stream now.
+  absl::Status CheckOpen(const v1::StreamOpen& open) const;
+
   // What a message does. Run in OnReadDone, beside no other read.
   absl::Status HandleOpen();
   absl::Status HandleChunkOrEnd(HeadStream& head_stream, StagingSlot* slot);
@@ -129,6 +139,7 @@ class ChunkStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc:
 
   grpc::CallbackServerContext* const context_;
   const StreamEnvironment env_;
+  const Call call_;
   std::shared_ptr<ChunkStream> self_;  // Until OnDone.
 
   // Of the operations under way. Touched by Pump when it starts one, by its reaction afterwards.
@@ -142,8 +153,10 @@ class ChunkStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc:
   bool pumping_ ABSL_GUARDED_BY(mu_) = false;  // A thread is in Pump and will see every change.
   std::shared_ptr<HeadStream> head_stream_ ABSL_GUARDED_BY(mu_);            // Made by `open`.
   std::string name_ ABSL_GUARDED_BY(mu_) = "a stream that was not opened";  // For the log.
+  LogFields log_fields_ ABSL_GUARDED_BY(mu_);
 
   Phase phase_ ABSL_GUARDED_BY(mu_) = Phase::kOpening;
+  int32_t window_ ABSL_GUARDED_BY(mu_) = 0;  // Chunks without an answer; beyond, it is not read.
   Reading reading_ ABSL_GUARDED_BY(mu_) = Reading::kIdle;
   StagingSlot* read_slot_ ABSL_GUARDED_BY(mu_) = nullptr;  // Lent for the next or current read.
   uint64_t slot_wait_ ABSL_GUARDED_BY(mu_) = 0;            // Id of the last wait for one.

@@ -6,9 +6,9 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_replace.h"
 #include "proto/types/limits.h"
 #include "proto/wire/convert.h"
+#include "proto/wire/gradient_piece.h"
 #include "proto/wire/status.h"
 #include "server/rpc/info.h"
 #include "spdlog/spdlog.h"
@@ -92,7 +92,7 @@ grpc::Status LmHeadServiceImpl::GetServerInfo(grpc::ServerContext* context,
   response->set_version(facts_.version);
   response->set_incarnation(env_.incarnation);
   response->set_backend(facts_.backend);
-  for (const ServerFacts::Device& device : facts_.devices) {
+  for (const ServerFacts::Device& device : facts_.read_devices()) {
     v1::DeviceInfo* info = response->add_devices();
     info->set_rank(device.rank);
     info->set_name(device.name);
@@ -123,11 +123,7 @@ grpc::Status LmHeadServiceImpl::CreateHead(grpc::ServerContext* context,
   absl::StatusOr<HeadSpec> spec = HeadSpecFromProto(request->spec());
   if (!spec.ok()) return ToGrpcStatus(spec.status());
   absl::StatusOr<std::shared_ptr<Head>> head = env_.heads->Create(*spec);
-  if (!head.ok()) {
-    spdlog::warn("head {}: not created: {}", spec->name,
-                 absl::StrReplaceAll(head.status().ToString(), {{"\n", "; "}}));
-    return ToGrpcStatus(head.status());
-  }
+  if (!head.ok()) return ToGrpcStatus(head.status());
   *response->mutable_head() = HeadStatusToProto((*head)->Status());
   return grpc::Status::OK;
 }
@@ -278,11 +274,7 @@ grpc::Status LmHeadServiceImpl::CommitStep(grpc::ServerContext* context,
                           {.learning_rate = request->learning_rate(),
                            .grad_multiplier = request->grad_multiplier(),
                            .allow_nonfinite_rows = request->allow_nonfinite_rows()});
-  if (!committed.ok()) {
-    spdlog::warn("head {}: step {} not committed: {}", request->head(), request->step(),
-                 committed.status().ToString());
-    return ToGrpcStatus(committed.status());
-  }
+  if (!committed.ok()) return ToGrpcStatus(committed.status());
   if (!committed->repeated) {
     spdlog::info("head {}: step {} committed, grad_norm {}", request->head(), request->step(),
                  committed->grad_norm);
@@ -310,27 +302,22 @@ grpc::Status LmHeadServiceImpl::AbortStep(grpc::ServerContext* context,
   return grpc::Status::OK;
 }
 
-// --- Not built yet ---
-
 grpc::Status LmHeadServiceImpl::AccumulateWeightGradient(
     grpc::ServerContext* context, const v1::AccumulateWeightGradientRequest* request,
     v1::AccumulateWeightGradientResponse* response) {
-  return ToGrpcStatus(absl::UnimplementedError(
-      "AccumulateWeightGradient is not built yet: this server takes gradients of chunks only"));
-}
-
-grpc::Status LmHeadServiceImpl::SaveCheckpoint(grpc::ServerContext* context,
-                                               const v1::SaveCheckpointRequest* request,
-                                               v1::SaveCheckpointResponse* response) {
-  return ToGrpcStatus(absl::UnimplementedError(
-      "SaveCheckpoint is not built yet: read the weight out by ReadWeights"));
-}
-
-grpc::Status LmHeadServiceImpl::RestoreCheckpoint(grpc::ServerContext* context,
-                                                  const v1::RestoreCheckpointRequest* request,
-                                                  v1::RestoreCheckpointResponse* response) {
-  return ToGrpcStatus(
-      absl::UnimplementedError("RestoreCheckpoint is not built yet: load a weight by LoadWeights"));
+  absl::StatusOr<std::shared_ptr<Head>> head = env_.heads->Find(request->head());
+  if (!head.ok()) return ToGrpcStatus(head.status());
+  absl::StatusOr<bool> duplicate = (*head)->AccumulateGradient(
+      request->step(), request->incarnation(),
+      {.worker = request->worker(),
+       .index = request->index(),
+       .checksum = GradientPieceChecksum(*request),
+       .row_start = request->row_start(),
+       .row_ids = {request->row_ids().data(), static_cast<size_t>(request->row_ids_size())},
+       .rows = request->rows()});
+  if (!duplicate.ok()) return ToGrpcStatus(duplicate.status());
+  response->set_duplicate(*duplicate);
+  return grpc::Status::OK;
 }
 
 // --- Memory ---

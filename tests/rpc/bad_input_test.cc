@@ -386,19 +386,5 @@ TEST_F(BadInputTest, BeginStepWithBadWorkers) {
   }
 }
 
-TEST_F(BadInputTest, NotBuiltYetSaysSo) {
-  v1::AccumulateWeightGradientResponse accumulated;
-  v1::SaveCheckpointResponse saved;
-  v1::RestoreCheckpointResponse restored;
-  grpc::ClientContext contexts[3];
-  for (const grpc::Status& status :
-       {stub_->AccumulateWeightGradient(&contexts[0], {}, &accumulated),
-        stub_->SaveCheckpoint(&contexts[1], {}, &saved),
-        stub_->RestoreCheckpoint(&contexts[2], {}, &restored)}) {
-    EXPECT_EQ(status.error_code(), grpc::StatusCode::UNIMPLEMENTED);
-    EXPECT_THAT(status.error_message(), HasSubstr("not built yet"));
-  }
-}
-
 }  // namespace
 }  // namespace lmhead
