@@ -3,7 +3,7 @@
 # a carried library or a header-only library comes from. Fails when one has none.
 #
 # Usage: collect_licenses.sh BUILD_FOLDER DESTINATION [CUDA_DOC_FOLDER]
-#   CUDA_DOC_FOLDER: a copy of /usr/share/doc of the system that CUDA was taken from; its cuBLAS licence is copied, too.
+#   CUDA_DOC_FOLDER: a copy of /usr/share/doc of the system that CUDA was taken from; the licences of cuBLAS and NCCL are copied, too.
 set -euo pipefail
 build=$1 destination=$2 cuda_doc=${3:-}
 
@@ -27,6 +27,8 @@ for package in "${packages[@]}"; do
   cp -L "$copyright" "$destination/$package"
 done
 if [ -n "$cuda_doc" ]; then
-  find "$cuda_doc" -path '*cublas*' -name copyright -exec cp {} "$destination/cublas" \;
+  for library in cublas nccl; do
+    find "$cuda_doc" -path "*$library*" -name copyright -exec cp {} "$destination/$library" \;
+  done
 fi
 echo "licenses: ${#packages[@]} packages"

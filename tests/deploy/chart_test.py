@@ -1,5 +1,6 @@
 """What the chart renders: valid for Kubernetes, within policy, consistent with itself, and understood by the binary."""
 
+import json
 import os
 import re
 import subprocess
@@ -176,13 +177,21 @@ class Flags(unittest.TestCase):
                 self.check(service["command"])
 
 
+# What an installation has to say; the other values are the defaults.
+LEAST = {"security": {"insecure": True}}
+
+
 class Values(unittest.TestCase):
+    @staticmethod
+    def render(values, **release):
+        return chart.render(LEAST | values, **release)
+
     def test_there_are_enough_sets(self):
         self.assertGreaterEqual(len(chart.VALUE_SETS), 6)
 
     def refused(self, values, word):
         with self.assertRaises(helm.HelmError) as raised:
-            chart.render(values)
+            self.render(values)
         self.assertIn(word, str(raised.exception))
 
     def test_typing_errors_are_refused(self):
@@ -196,11 +205,51 @@ class Values(unittest.TestCase):
     def test_flags_that_the_chart_owns_are_refused(self):
         self.refused({"flags": {"listen": "0.0.0.0:1"}}, "invalid propertyName 'listen'")
 
+    def test_security_has_to_be_chosen_and_to_fit_together(self):
+        tls = {"secretName": "s"}
+        for security, message in (
+            ({}, "set tls.secretName, or insecure: true"),
+            ({"insecure": True, "tls": tls}, "exclude each other"),
+            ({"insecure": True, "tokensSecretName": "t"}, "need tls.secretName"),
+            ({"insecure": True, "policy": {"identities": [{"name": "a", "roles": ["admin"]}]}}, "need tls.secretName"),
+            ({"tls": tls | {"clientCertificates": False}, "policy": {"identities": [{"name": "a", "roles": ["admin"]}]}},
+             "needs identities to judge"),
+            ({"tls": tls, "policy": {"identities": [{"name": "a", "roles": ["root"]}]}}, "roles"),
+            ({"tls": tls, "policy": {"identities": [{"name": "a", "token": "b", "roles": ["admin"]}]}}, "identities"),
+            ({"tls": tls, "policy": {"identities": [{"name": "a", "roles": ["trunk"]}]}}, "workers"),
+        ):
+            with self.subTest(message):
+                self.refused({"security": security}, message)
+
+    def test_the_policy_is_the_one_in_the_values(self):
+        policy = {"identities": [{"name": "spiffe://a/b", "roles": ["trunk"], "workers": ["w-*"]}]}
+        objects = self.render({"security": {"tls": {"secretName": "s"}, "policy": policy}})
+        config = next(o for o in chart.of_kind(objects, "ConfigMap") if o["metadata"]["name"] == "lmhead-policy")
+        self.assertEqual(policy, json.loads(config["data"]["policy.json"]))
+        volumes = chart.of_kind(objects, "StatefulSet")[0]["spec"]["template"]["spec"]["volumes"]
+        self.assertIn({"name": "policy", "configMap": {"name": "lmhead-policy"}}, volumes)
+
+    def test_secrets_are_mounted_whole(self):
+        """A subPath would never see the renewed certificate."""
+        for path in chart.VALUE_SETS:
+            for container in chart.containers(chart.rendered(path)):
+                self.assertFalse([m for m in container["volumeMounts"] if "subPath" in m or "subPathExpr" in m])
+
+    def test_a_default_flag_can_be_taken_away(self):
+        self.assertIn("--log_format=json", next(chart.containers(self.render({})))["args"])
+        arguments = next(chart.containers(self.render({"flags": {"log_format": None}})))["args"]
+        self.assertFalse([a for a in arguments if "log_format" in a])
+
+    def test_checkpoints_outlive_the_release(self):
+        spec = chart.of_kind(self.render({"checkpoints": {"enabled": True}}), "StatefulSet")[0]["spec"]
+        self.assertEqual({"whenDeleted": "Retain", "whenScaled": "Retain"}, spec["persistentVolumeClaimRetentionPolicy"])
+        self.assertIn("--checkpoint_dir=/checkpoints", spec["template"]["spec"]["containers"][0]["args"])
+
     def test_a_pod_that_would_be_killed_in_its_drain_is_refused(self):
-        self.refused({"drainTimeoutSeconds": 300}, "terminationGracePeriodSeconds: got 120, wanted at least 315")
+        self.refused({"drainTimeoutSeconds": 300}, "terminationGracePeriodSeconds: got 300, wanted at least 315")
 
     def test_large_numbers_are_not_written_as_powers(self):
-        objects = chart.render({"flags": {"chunk_bytes_max": 8388608, "memory_limit_bytes": 137438953472, "write_timeout_seconds": 2.5,
+        objects = self.render({"flags": {"chunk_bytes_max": 8388608, "memory_limit_bytes": 137438953472, "write_timeout_seconds": 2.5,
                                           "reflection": True}})
         arguments = next(chart.containers(objects))["args"]
         for flag in ("--chunk_bytes_max=8388608", "--memory_limit_bytes=137438953472", "--write_timeout_seconds=2.5",
@@ -208,19 +257,19 @@ class Values(unittest.TestCase):
             self.assertIn(flag, arguments)
 
     def test_a_gpu_is_asked_for_and_tolerated_only_when_there_is_one(self):
-        pod = chart.of_kind(chart.render({"gpu": {"count": 4}}), "StatefulSet")[0]["spec"]["template"]["spec"]
-        self.assertEqual(4, pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"])
+        pod = chart.of_kind(self.render({"gpu": {"count": 1}}), "StatefulSet")[0]["spec"]["template"]["spec"]
+        self.assertEqual(1, pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"])
         self.assertIn("--backend=cuda", pod["containers"][0]["args"])
         self.assertEqual("nvidia.com/gpu", pod["tolerations"][0]["key"])
-        pod = chart.of_kind(chart.render({"gpu": {"count": 0}}), "StatefulSet")[0]["spec"]["template"]["spec"]
+        pod = chart.of_kind(self.render({"gpu": {"count": 0}}), "StatefulSet")[0]["spec"]["template"]["spec"]
         self.assertNotIn("nvidia.com/gpu", pod["containers"][0]["resources"]["limits"])
         self.assertIn("--backend=cpu", pod["containers"][0]["args"])
         self.assertNotIn("tolerations", pod)
 
     def test_names_are_stable(self):
         """A trainer has the pod's name in its settings, so neither a version nor another value may change it."""
-        first = chart.of_kind(chart.render({}, name="prod"), "StatefulSet")[0]
-        other = chart.of_kind(chart.render({"image": {"tag": "9.9.9"}, "flags": {"staging_slots": 32}}, name="prod"), "StatefulSet")[0]
+        first = chart.of_kind(self.render({}, name="prod"), "StatefulSet")[0]
+        other = chart.of_kind(self.render({"image": {"tag": "9.9.9"}, "flags": {"staging_slots": 32}}, name="prod"), "StatefulSet")[0]
         for o in (first, other):
             self.assertEqual("prod-lmhead", o["metadata"]["name"])
             self.assertEqual("prod-lmhead", o["spec"]["serviceName"])
@@ -232,7 +281,7 @@ class Values(unittest.TestCase):
         self.assertEqual(re.search(r"project\(lmhead VERSION ([\d.]+)", cmake)[1], metadata["appVersion"])
 
     def test_runbooks_can_be_links(self):
-        objects = chart.render({"prometheusRule": {"enabled": True, "runbookBase": "https://git.example/x/"}})
+        objects = self.render({"prometheusRule": {"enabled": True, "runbookBase": "https://git.example/x/"}})
         rules = [r for g in chart.of_kind(objects, "PrometheusRule")[0]["spec"]["groups"] for r in g["rules"] if "alert" in r]
         for rule in rules:
             self.assertRegex(rule["annotations"]["runbook_url"], r"^https://git\.example/x/docs/OPERATING\.md#\w+$")

@@ -77,16 +77,20 @@ class Builder:
         words = shlex.split(arguments)
         source_root, excludes = self.context, ignored(self.context)
         if words[0].startswith("--from="):
-            source = next(s for s in self.stages if s.name == words.pop(0)[len("--from="):])
-            source_root, excludes = source.root, []
+            name = words.pop(0)[len("--from="):]
+            source_root, excludes = next(s.root for s in self.stages if s.name == name), []
         *sources, destination = words
-        for name in sources:
-            source, target = source_root / name.lstrip("/"), stage.path(destination)
+        named = [path for name in sources for path in sorted(source_root.glob(name.strip("/")) if name != "." else [source_root])]
+        if not named:
+            raise SystemExit(f"stages: {stage.name}: nothing to copy: COPY {arguments}")
+        for source in named:
+            target = stage.path(destination)
             is_folder = source.is_dir()
-            (target if is_folder else target.parent).mkdir(parents=True, exist_ok=True)
+            (target if is_folder or destination.endswith("/") else target.parent).mkdir(parents=True, exist_ok=True)
             # The contents of a folder, links kept, as COPY does it.
             subprocess.run(["rsync", "-a", "--no-owner", "--no-group", *(f"--exclude={e.replace('**/', '')}" for e in excludes),
-                            f"{source}/" if is_folder else source, f"{target}/" if is_folder else target], check=True)
+                            f"{source}/" if is_folder else source, f"{target}/" if is_folder or destination.endswith("/") else target],
+                           check=True)
 
     def run(self, stage, command, **options):
         environment = dict(stage.env, **{k: v for k, v in os.environ.items() if k.lower().endswith("_proxy")})

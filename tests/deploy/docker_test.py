@@ -58,7 +58,7 @@ class Dockerfiles(unittest.TestCase):
                 self.assertFalse([a for w, a in last if w == "RUN" and re.search(r"apt|pip|curl|wget", a)])
 
     def test_the_user_is_the_chart_s(self):
-        pod = chart.of_kind(chart.render({}), "StatefulSet")[0]["spec"]["template"]["spec"]
+        pod = chart.of_kind(chart.rendered(chart.VALUE_SETS[0]), "StatefulSet")[0]["spec"]["template"]["spec"]
         self.assertEqual("{runAsUser}:{runAsGroup}".format(**pod["securityContext"]), argument(stages(DOCKERFILES[0])[-1], "USER"))
 
     def test_licences_come_along(self):

@@ -75,6 +75,34 @@ class Rules(unittest.TestCase):
         self.assertEqual({rule["alert"] for rule in rules("alert")}, headings)
 
 
+def literals(folder):
+    """All string literals of a folder's sources, those that follow each other joined as the compiler does it."""
+    text = ""
+    for file in sorted(folder.rglob("*.cc")):
+        joined = re.sub(r'"\s*\n\s*"', "", file.read_text())
+        text += "\n".join(re.findall(r'"((?:[^"\\\n]|\\.)*)"', joined)) + "\n"
+    return text
+
+
+class Runbooks(unittest.TestCase):
+    def test_messages_that_are_quoted_are_the_server_s(self):
+        """Who searches for a message that the log shows has to find it, and the other way round."""
+        text = OPERATING.read_text()
+        alerts = text[text.index("\n## Alerts\n"):]
+        known = literals(chart.ROOT / "server") + literals(chart.ROOT / "proto")
+        checked = 0
+        for quoted in re.findall(r"`([^`]+)`", alerts):
+            if quoted.count(" ") < 3 or quoted.startswith(("lmhead ", "kubectl", "nvidia-smi")):
+                continue
+            # What the server puts in: numbers, durations, and the names that the examples use.
+            for piece in re.split(r"…|\bstep \d+ of head lm\b|\b\d+[mhs]?\b|\blm\b|\bw\d\b", quoted.replace("\n", " ")):
+                piece = piece.strip(" ,:;()")
+                if len(piece) >= 12:
+                    checked += 1
+                    self.assertTrue(piece in known, f"no message has '{piece}', which is quoted in `{quoted}`")
+        self.assertGreater(checked, 10)
+
+
 class Shape(unittest.TestCase):
     def setUp(self):
         self.dashboard = dashboard.load()

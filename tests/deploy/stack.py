@@ -1,4 +1,4 @@
-"""A real server under load that a real Prometheus scrapes, on free ports of the loopback.
+"""A real server with TLS on both ends, under load, that a real Prometheus scrapes, on free ports of the loopback.
 
     with Stack() as stack:
         stack.query("lmhead_tokens_total")
@@ -8,6 +8,7 @@ import json
 import math
 import os
 import pathlib
+import shutil
 import signal
 import socket
 import subprocess
@@ -40,6 +41,14 @@ def wait_for(what, ready, seconds=START_SECONDS):
             return result
         time.sleep(0.1)
     raise TimeoutError(f"{what}: not within {seconds} s")
+
+
+def make_certificate(folder):
+    """A certificate for this machine that vouches for itself: tls.crt, tls.key, and as ca.crt once more."""
+    subprocess.run(["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "30",
+                    "-subj", "/CN=lmhead", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", "tls.key", "-out", "tls.crt"],
+                   check=True, capture_output=True, cwd=folder)
+    shutil.copy(folder / "tls.crt", folder / "ca.crt")
 
 
 class Stack:
@@ -82,8 +91,11 @@ class Stack:
 
     def start_server(self):
         ready = self.path("ready.json")
+        make_certificate(self.path("."))
+        files = [f"--tls_cert_file={self.path('tls.crt')}", f"--tls_key_file={self.path('tls.key')}"]
+        self.client_tls = [*files, f"--tls_ca_file={self.path('ca.crt')}"]
         program = self.start([LMHEAD, "serve", "--listen=127.0.0.1:0", "--metrics_listen=127.0.0.1:0", "--backend=cpu",
-                              f"--ready_file={ready}"], "server.log")
+                              *files, f"--tls_client_ca_file={self.path('ca.crt')}", f"--ready_file={ready}"], "server.log")
 
         def address():
             if program.poll() is not None:
@@ -115,7 +127,8 @@ class Stack:
         """A trainer for at least so long; each run is a head of its own that is trained and deleted."""
         end = time.time() + seconds
         while time.time() < end:
-            program = self.start([LMHEAD, "demo", f"--address={self.server['address']}", "--steps=60"], "demo.log")
+            program = self.start([LMHEAD, "demo", f"--address={self.server['address']}", *self.client_tls, "--steps=60"],
+                                 "demo.log")
             program.wait(timeout=120)
             # 1: the model did not get as good as the demo wants it, after so few steps; its work was done all the same.
             if program.returncode not in (0, 1):

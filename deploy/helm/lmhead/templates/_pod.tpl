@@ -5,9 +5,86 @@
 - --listen=0.0.0.0:{{ .Values.ports.grpc }}
 - --metrics_listen=0.0.0.0:{{ .Values.ports.metrics }}
 - --backend={{ gt (int .Values.gpu.count) 0 | ternary "cuda" "cpu" }}
-- --shutdown_timeout_seconds={{ .Values.drainTimeoutSeconds }}
+- --health_listen=0.0.0.0:{{ .Values.ports.health }}
+- --drain_timeout_seconds={{ .Values.drainTimeoutSeconds }}
+{{- include "lmhead.securityArgs" . }}
+{{- if .Values.checkpoints.enabled }}
+- --checkpoint_dir=/checkpoints
+- --checkpoint_keep={{ .Values.checkpoints.keep }}
+- --restore={{ .Values.checkpoints.restore }}
+{{- end }}
 {{- range $name, $value := .Values.flags }}
+{{- if not (kindIs "invalid" $value) }}
 - {{ printf "--%s=%v" $name (kindIs "float64" $value | ternary (toJson $value) $value) | quote }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{- define "lmhead.securityArgs" -}}
+{{- $security := .Values.security -}}
+{{- if and $security.insecure $security.tls.secretName -}}
+{{- fail "security: insecure and tls.secretName exclude each other" -}}
+{{- else if $security.tls.secretName -}}
+{{- if and $security.policy (not $security.tls.clientCertificates) (not $security.tokensSecretName) -}}
+{{- fail "security.policy needs identities to judge: set tls.clientCertificates or tokensSecretName" -}}
+{{- end }}
+- --tls_cert_file=/etc/lmhead/tls/tls.crt
+- --tls_key_file=/etc/lmhead/tls/tls.key
+{{- if $security.tls.clientCertificates }}
+- --tls_client_ca_file=/etc/lmhead/tls/ca.crt
+{{- end }}
+{{- if $security.policy }}
+- --auth_policy_file=/etc/lmhead/policy/policy.json
+{{- end }}
+{{- if $security.tokensSecretName }}
+- --auth_token_file=/etc/lmhead/tokens/tokens.json
+{{- end }}
+{{- else if or $security.policy $security.tokensSecretName -}}
+{{- fail "security: policy and tokensSecretName need tls.secretName: roles and tokens travel over TLS only" -}}
+{{- else if $security.insecure }}
+- --insecure=true
+{{- else -}}
+{{- fail "security: set tls.secretName, or insecure: true where the network keeps strangers out" -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Whole folders, never subPath: Kubernetes renews them by swapping a link, which a file that is mounted by itself would not see. */}}
+{{- define "lmhead.securityMounts" -}}
+{{- if .Values.security.tls.secretName }}
+- name: tls
+  mountPath: /etc/lmhead/tls
+  readOnly: true
+{{- if .Values.security.policy }}
+- name: policy
+  mountPath: /etc/lmhead/policy
+  readOnly: true
+{{- end }}
+{{- if .Values.security.tokensSecretName }}
+- name: tokens
+  mountPath: /etc/lmhead/tokens
+  readOnly: true
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{- define "lmhead.securityVolumes" -}}
+{{- if .Values.security.tls.secretName }}
+- name: tls
+  secret:
+    secretName: {{ .Values.security.tls.secretName }}
+    # Readable by the group alone, which fsGroup makes the container's.
+    defaultMode: 0440
+{{- if .Values.security.policy }}
+- name: policy
+  configMap:
+    name: {{ include "lmhead.fullname" . }}-policy
+{{- end }}
+{{- if .Values.security.tokensSecretName }}
+- name: tokens
+  secret:
+    secretName: {{ .Values.security.tokensSecretName }}
+    defaultMode: 0440
+{{- end }}
 {{- end }}
 {{- end -}}
 
@@ -37,12 +114,14 @@ ports:
     containerPort: {{ .Values.ports.grpc }}
   - name: metrics
     containerPort: {{ .Values.ports.metrics }}
+  - name: health
+    containerPort: {{ .Values.ports.health }}
 startupProbe:
-  {{- include "lmhead.probe" (dict "port" .Values.ports.grpc "service" "readiness" "settings" .Values.probes.startup) | nindent 2 }}
+  {{- include "lmhead.probe" (dict "port" .Values.ports.health "service" "readiness" "settings" .Values.probes.startup) | nindent 2 }}
 readinessProbe:
-  {{- include "lmhead.probe" (dict "port" .Values.ports.grpc "service" "readiness" "settings" .Values.probes.readiness) | nindent 2 }}
+  {{- include "lmhead.probe" (dict "port" .Values.ports.health "service" "readiness" "settings" .Values.probes.readiness) | nindent 2 }}
 livenessProbe:
-  {{- include "lmhead.probe" (dict "port" .Values.ports.grpc "service" "liveness" "settings" .Values.probes.liveness) | nindent 2 }}
+  {{- include "lmhead.probe" (dict "port" .Values.ports.health "service" "liveness" "settings" .Values.probes.liveness) | nindent 2 }}
 resources:
   {{- include "lmhead.resources" . | nindent 2 }}
 securityContext:
@@ -55,6 +134,13 @@ volumeMounts:
     mountPath: /dev/shm
   - name: tmp
     mountPath: /tmp
+  {{- with include "lmhead.securityMounts" . }}
+  {{- . | trim | nindent 2 }}
+  {{- end }}
+  {{- if .Values.checkpoints.enabled }}
+  - name: checkpoints
+    mountPath: /checkpoints
+  {{- end }}
 {{- end -}}
 
 {{/* A GPU is a limit; Kubernetes makes it the request, too. */}}
@@ -134,7 +220,7 @@ spec:
     {{- toYaml . | nindent 4 }}
   {{- end }}
   containers:
-    - {{- include "lmhead.container" . | nindent 6 }}
+    - {{ include "lmhead.container" . | nindent 6 | trim }}
   volumes:
     - name: shm
       emptyDir:
@@ -144,4 +230,23 @@ spec:
     - name: tmp
       emptyDir:
         sizeLimit: 1Gi
+    {{- with include "lmhead.securityVolumes" . }}
+    {{- . | trim | nindent 4 }}
+    {{- end }}
+{{- end -}}
+
+{{- define "lmhead.volumeClaimTemplates" -}}
+- metadata:
+    name: checkpoints
+    labels:
+      {{- include "lmhead.selectorLabels" . | nindent 6 }}
+  spec:
+    accessModes:
+      {{- toYaml .Values.checkpoints.accessModes | nindent 6 }}
+    {{- with .Values.checkpoints.storageClassName }}
+    storageClassName: {{ . }}
+    {{- end }}
+    resources:
+      requests:
+        storage: {{ .Values.checkpoints.size }}
 {{- end -}}
