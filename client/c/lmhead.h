@@ -171,15 +171,21 @@ typedef struct lmhead_writer_options {
   size_t struct_size;
   int32_t num_connections;     /* TCP connections, each with a stream. */
   int32_t max_inflight_chunks; /* On each; the server's own bound wins when it is lower. */
-  int64_t chunk_bytes;         /* Of hidden states a message, rounded down to whole rows. */
+  int64_t chunk_bytes;         /* Of a message: hidden states, teachers; whole rows. */
+  int64_t chunk_tokens;        /* Rows of a message instead; 0: as chunk_bytes says. Needed on both
+                                  sides of a paired stream. */
   int32_t send_checksums;      /* 1: the server verifies what arrived. */
   int32_t reserved;            /* 0 */
 } lmhead_writer_options;
-#define LMHEAD_WRITER_OPTIONS_INIT \
-  { sizeof(lmhead_writer_options), 1, 4, 4 << 20, 1, 0 }
+#define LMHEAD_WRITER_OPTIONS_INIT                                                                \
+  {                                                                                               \
+    .struct_size = sizeof(lmhead_writer_options), .num_connections = 1, .max_inflight_chunks = 4, \
+    .chunk_bytes = 4 << 20, .send_checksums = 1                                                   \
+  }
 
 /* Opens the streams. `open_json` is lmhead.v1.StreamOpen: head, step (0: evaluation, no weight
- * gradient), worker, incarnation, hidden_dtype, recipe, outputs. `options` may be NULL. */
+ * gradient), worker, incarnation, hidden_dtype, recipe, outputs, teacher_side. `options` may be
+ * NULL. */
 LMHEAD_API lmhead_status lmhead_writer_open(lmhead_client* client, const char* open_json,
                                             const lmhead_writer_options* options,
                                             lmhead_writer** writer, lmhead_error** error);

@@ -15,7 +15,7 @@ using lmhead::CheckGiven;
 using lmhead::Guarded;
 
 // Sizes of the structs in version 1.0.
-constexpr size_t kWriterOptionsFirstSize = sizeof(size_t) + 24;
+constexpr size_t kWriterOptionsFirstSize = sizeof(size_t) + 32;
 constexpr size_t kLossRowsFirstSize =
     offsetof(lmhead_loss_rows, topk_logprobs) + sizeof(lmhead_loss_rows::topk_logprobs);
 constexpr size_t kLossResultFirstSize =
@@ -49,9 +49,11 @@ absl::StatusOr<lmhead::WriterSpec> SpecOf(const char* open_json,
       .hidden_dtype = *dtype,
       .recipe = open.recipe(),
       .outputs = open.outputs(),
+      .teacher_side = open.teacher_side(),
       .num_connections = options->num_connections,
       .max_inflight_chunks = options->max_inflight_chunks,
       .chunk_bytes = options->chunk_bytes,
+      .chunk_tokens = options->chunk_tokens,
       .send_checksums = options->send_checksums != 0,
   };
 }
@@ -62,37 +64,76 @@ std::span<const T> Span(const T* data, int64_t size) {
   return {data, static_cast<size_t>(size)};
 }
 
+absl::Status CheckSizes(const lmhead_loss_rows& rows) {
+  if (rows.num_tokens < 1 || rows.num_tokens > INT32_MAX) {
+    return absl::InvalidArgumentError(
+        absl::StrFormat("num_tokens is %d, want 1 to %d", rows.num_tokens, INT32_MAX));
+  }
+  const auto check = [](const void* data, int64_t columns, int64_t most, const char* name) {
+    if (data == nullptr || (columns >= 1 && columns <= most)) return absl::OkStatus();
+    return absl::InvalidArgumentError(
+        absl::StrFormat("%s is %d, want 1 to %d", name, columns, most));
+  };
+  for (const absl::Status& status :
+       {check(rows.hidden_states, rows.hidden_size, lmhead::kHiddenSizeMax, "hidden_size"),
+        check(rows.teacher_hidden_states, rows.teacher_hidden_size, lmhead::kHiddenSizeMax,
+              "teacher_hidden_size"),
+        check(rows.teacher_topk_ids, rows.teacher_top_k, lmhead::kTopKMax, "teacher_top_k"),
+        check(rows.teacher_topk_logprobs, rows.teacher_top_k, lmhead::kTopKMax, "teacher_top_k")}) {
+    if (!status.ok()) return status;
+  }
+  if (std::isfinite(rows.grad_scale)) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrFormat("grad_scale is %g, want a finite number", rows.grad_scale));
+}
+
+// A matrix that may not be there.
+absl::Status SetMatrix(const void* data, int64_t rows, int64_t columns, int32_t dtype,
+                       const char* name, lmhead::ConstMatrixView* matrix) {
+  if (data == nullptr) return absl::OkStatus();
+  const auto known = DTypeOf(dtype, name);
+  if (!known.ok()) return known.status();
+  *matrix = {data, rows, columns, *known};
+  return absl::OkStatus();
+}
+
 absl::StatusOr<lmhead::LossRows> RowsOf(const lmhead_loss_rows* given) {
   const lmhead_loss_rows defaults = LMHEAD_LOSS_ROWS_INIT;
   const auto rows = lmhead::TakeStruct(given, defaults, kLossRowsFirstSize, "rows");
   if (!rows.ok()) return rows.status();
+  if (absl::Status status = CheckSizes(*rows); !status.ok()) return status;
   const int64_t n = rows->num_tokens;
-  if (n < 1 || n > INT32_MAX || rows->hidden_size < 1 ||
-      rows->hidden_size > lmhead::kHiddenSizeMax) {
-    return absl::InvalidArgumentError(
-        absl::StrFormat("rows are [%d, %d], want 1 to %d tokens and a hidden size of 1 to %d", n,
-                        rows->hidden_size, INT32_MAX, lmhead::kHiddenSizeMax));
-  }
-  if (!std::isfinite(rows->grad_scale)) {
-    return absl::InvalidArgumentError(
-        absl::StrFormat("grad_scale is %g, want a finite number", rows->grad_scale));
-  }
-  const auto dtype = DTypeOf(rows->hidden_dtype, "hidden_dtype");
-  if (!dtype.ok()) return dtype.status();
   lmhead::LossRows taken = {
-      .hidden_states = {rows->hidden_states, n, rows->hidden_size, *dtype},
       .targets = Span(rows->targets, n),
       .token_weights = Span(rows->token_weights, n),
       .token_temperature = Span(rows->token_temperature, n),
       .grad_scale = rows->grad_scale,
+      .logprob_grad = Span(rows->logprob_grad, n),
+      .entropy_grad = Span(rows->entropy_grad, n),
+      .old_logprob = Span(rows->old_logprob, n),
+      .advantage = Span(rows->advantage, n),
+      .reference_logprob = Span(rows->reference_logprob, n),
+      .teacher_topk_ids = Span(rows->teacher_topk_ids, n * rows->teacher_top_k),
+      .teacher_topk_logprobs = Span(rows->teacher_topk_logprobs, n * rows->teacher_top_k),
       .token_loss = rows->token_loss,
       .logprob = rows->logprob,
       .lse = rows->lse,
       .entropy = rows->entropy,
       .argmax = rows->argmax,
+      .topk_ids = rows->topk_ids,
+      .topk_logprobs = rows->topk_logprobs,
   };
+  for (const absl::Status& status :
+       {SetMatrix(rows->hidden_states, n, rows->hidden_size, rows->hidden_dtype, "hidden_dtype",
+                  &taken.hidden_states),
+        SetMatrix(rows->teacher_hidden_states, n, rows->teacher_hidden_size,
+                  rows->teacher_hidden_dtype, "teacher_hidden_dtype",
+                  &taken.teacher_hidden_states)}) {
+    if (!status.ok()) return status;
+  }
   if (rows->grad_hidden_states != nullptr) {
-    taken.grad_hidden_states = {rows->grad_hidden_states, n, rows->hidden_size, *dtype};
+    taken.grad_hidden_states = {rows->grad_hidden_states, n, rows->hidden_size,
+                                taken.hidden_states.dtype};
   }
   return taken;
 }

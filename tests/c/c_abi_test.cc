@@ -252,9 +252,10 @@ TEST_F(CAbiTest, NumbersOutOfRangeAreNamed) {
       return lmhead_writer_compute(writer, &rows, nullptr, e);
     };
   };
-  ExpectInvalid(compute([](lmhead_loss_rows& rows) { rows.num_tokens = 0; }), "[0, 4]");
-  ExpectInvalid(compute([](lmhead_loss_rows& rows) { rows.num_tokens = INT64_MAX; }), "tokens");
-  ExpectInvalid(compute([](lmhead_loss_rows& rows) { rows.hidden_size = -4; }), "-4");
+  ExpectInvalid(compute([](lmhead_loss_rows& rows) { rows.num_tokens = 0; }), "num_tokens is 0");
+  ExpectInvalid(compute([](lmhead_loss_rows& rows) { rows.num_tokens = INT64_MAX; }), "num_tokens");
+  ExpectInvalid(compute([](lmhead_loss_rows& rows) { rows.hidden_size = -4; }),
+                "hidden_size is -4");
   ExpectInvalid(compute([](lmhead_loss_rows& rows) { rows.hidden_dtype = 9; }),
                 "hidden_dtype is 9");
   ExpectInvalid(compute([](lmhead_loss_rows& rows) { rows.grad_scale = NAN; }), "grad_scale");

@@ -28,7 +28,7 @@ class ClientOptions(ctypes.Structure):
 
 class WriterOptions(ctypes.Structure):
     _fields_ = [("struct_size", c_size_t), ("num_connections", c_int32), ("max_inflight_chunks", c_int32),
-                ("chunk_bytes", c_int64), ("send_checksums", c_int32), ("reserved", c_int32)]
+                ("chunk_bytes", c_int64), ("chunk_tokens", c_int64), ("send_checksums", c_int32), ("reserved", c_int32)]
 
 
 class LossRows(ctypes.Structure):
@@ -187,7 +187,7 @@ class NativeWriter(_Owner):
 
     def __init__(self, client: NativeClient, open_message: dict, connections: int, inflight_chunks: int,
                  chunk_bytes: int, checksums: bool):
-        options = WriterOptions(ctypes.sizeof(WriterOptions), connections, inflight_chunks, chunk_bytes, checksums, 0)
+        options = WriterOptions(ctypes.sizeof(WriterOptions), connections, inflight_chunks, chunk_bytes, 0, checksums, 0)
         handle = c_void_p()
         _call("writer_open", client.handle, json.dumps(open_message).encode(), byref(options), byref(handle))
         super().__init__(handle)
