@@ -30,6 +30,7 @@ constexpr int kExitFailed = 1;
 constexpr int kExitNotRun = 2;
 constexpr int64_t kDefaultHidden = 4096;
 constexpr int kBatchesInARow = 8;
+constexpr int32_t kTopK = 64;
 constexpr double kMillisecondsPerSecond = 1e3;
 constexpr int64_t kShortTokens = 8192;
 
@@ -45,7 +46,10 @@ struct Comparison {
   double bare = 0.0;
   double compute = 0.0;
   double wall = 0.0;
-  double ratio = 0.0;  // Median of bare / compute, each pair measured one after the other.
+  // Medians of bare / compute and of plain cross entropy's compute / compute, each pair measured
+  // one after the other.
+  double ratio = 0.0;
+  double to_plain = 0.0;
 
   double TokensPerSecond(double milliseconds) const {
     return static_cast<double>(rows) * kMillisecondsPerSecond / milliseconds;
@@ -56,37 +60,60 @@ struct Comparison {
 struct Variant {
   std::string name;
   HeadSpec head;
-  LossRecipe recipe;
-  bool entropy = false;
+  BatchWork work;
+  int num_logits = 1;  // Products of logits among the bare ones.
 };
 
+// `plain` is a head under retain without any option.
 absl::StatusOr<Comparison> Compare(const Variant& variant, const KernelShape& shape,
-                                   BareProducts* bare, TimedHead* head, int repeats) {
-  const bool recompute = variant.head.schedule == Schedule::kRecompute;
-  std::vector<double> bare_times, compute_times, wall_times, ratios;
+                                   BareProducts* bare, TimedHead* plain, TimedHead* head,
+                                   int repeats) {
+  std::vector<double> bare_times, compute_times, wall_times, ratios, to_plain;
   for (int i = 0; i <= repeats; ++i) {
-    const absl::StatusOr<double> bare_time = bare->Time(kBatchesInARow, recompute);
+    const absl::StatusOr<double> bare_time = bare->Time(kBatchesInARow, variant.num_logits);
     if (!bare_time.ok()) return bare_time.status();
-    const absl::StatusOr<BatchTimes> times =
-        head->Time(kBatchesInARow, variant.recipe, variant.entropy);
+    const absl::StatusOr<BatchTimes> times = head->Time(kBatchesInARow, variant.work);
     if (!times.ok()) return times.status();
+    const absl::StatusOr<BatchTimes> plain_times = plain->Time(kBatchesInARow, BatchWork());
+    if (!plain_times.ok()) return plain_times.status();
     if (i == 0) continue;  // Warms up.
     bare_times.push_back(*bare_time);
     compute_times.push_back(times->compute);
     wall_times.push_back(times->wall);
     ratios.push_back(*bare_time / times->compute);
+    to_plain.push_back(plain_times->compute / times->compute);
   }
   return Comparison{.name = variant.name,
                     .rows = shape.rows,
                     .bare = Median(bare_times),
                     .compute = Median(compute_times),
                     .wall = Median(wall_times),
-                    .ratio = Median(ratios)};
+                    .ratio = Median(ratios),
+                    .to_plain = Median(to_plain)};
 }
 
 std::vector<Variant> Schedules() {
   return {{.name = "retain", .head = {.schedule = Schedule::kRetain}},
-          {.name = "recompute", .head = {.schedule = Schedule::kRecompute}}};
+          {.name = "recompute", .head = {.schedule = Schedule::kRecompute}, .num_logits = 2}};
+}
+
+// Divergences from a teacher of the same width, whose logits are a fourth product.
+std::vector<Variant> Divergences(const KernelShape& shape) {
+  const HeadSpec head = {.schedule = Schedule::kRetain, .teacher_hidden_size = shape.hidden_size};
+  const auto variant = [&](const char* name, Divergence divergence) {
+    DistillationSpec spec = {.divergence = divergence,
+                             .teacher_head = "teacher",
+                             .teacher_hidden_dtype = DType::kBFloat16};
+    if (divergence == Divergence::kJsd) spec.jsd_beta = 0.5f;
+    Variant made = {.name = name, .head = head, .num_logits = 2};
+    made.work.recipe.distillation = spec;
+    return made;
+  };
+  Variant mix = variant("kl_mix", Divergence::kForwardKl);
+  mix.work.recipe.distillation->kl_temperature = 2.0f;
+  mix.work.recipe.distillation->cross_entropy_weight = 0.5f;
+  return {variant("forward_kl", Divergence::kForwardKl),
+          variant("reverse_kl", Divergence::kReverseKl), variant("jsd", Divergence::kJsd), mix};
 }
 
 // Loss options under retain, measured at the largest number of rows.
@@ -96,22 +123,33 @@ std::vector<Variant> LossOptions() {
   softcap.softcap = 30.0f;
   HeadSpec bias = retain;
   bias.has_bias = true;
-  return {{.name = "entropy", .head = retain, .entropy = true},
-          {.name = "smoothing", .head = retain, .recipe = {.label_smoothing = 0.1f}},
-          {.name = "z_loss", .head = retain, .recipe = {.z_loss = 1e-4f}},
+  HeadSpec top_k = retain;
+  top_k.top_k_max = kTopK;
+  DistillationSpec tail = {
+      .divergence = Divergence::kTopkForwardKl, .top_k = kTopK, .topk_mass = TopkMass::kTail};
+  PolicySpec clipped = {.kind = PolicyKind::kClipped, .clip_low = 0.2f, .clip_high = 0.2f};
+  return {{.name = "entropy", .head = retain, .work = {.outputs = {.entropy = true}}},
+          {.name = "smoothing", .head = retain, .work = {.recipe = {.label_smoothing = 0.1f}}},
+          {.name = "z_loss", .head = retain, .work = {.recipe = {.z_loss = 1e-4f}}},
           {.name = "softcap", .head = softcap},
-          {.name = "bias", .head = bias}};
+          {.name = "bias", .head = bias},
+          {.name = "policy",
+           .head = retain,
+           .work = {.recipe = {.policy = PolicySpec{.kind = PolicyKind::kCoefficients}}}},
+          {.name = "clipped", .head = retain, .work = {.recipe = {.policy = clipped}}},
+          {.name = "topk_tail", .head = top_k, .work = {.recipe = {.distillation = tail}}},
+          {.name = "topk_out", .head = top_k, .work = {.outputs = {.top_k = kTopK}}}};
 }
 
 void PrintHeader() {
-  std::printf("%-10s %6s %10s %10s %10s %12s %12s %7s\n", "schedule", "rows", "bare ms",
-              "compute ms", "wall ms", "bare tok/s", "head tok/s", "ratio");
+  std::printf("%-10s %6s %10s %10s %10s %12s %12s %7s %8s\n", "what", "rows", "bare ms",
+              "compute ms", "wall ms", "bare tok/s", "head tok/s", "ratio", "to plain");
 }
 
 void Print(const Comparison& c) {
-  std::printf("%-10s %6lld %10.3f %10.3f %10.3f %12.0f %12.0f %7.3f\n", c.name.c_str(),
+  std::printf("%-10s %6lld %10.3f %10.3f %10.3f %12.0f %12.0f %7.3f %8.3f\n", c.name.c_str(),
               static_cast<long long>(c.rows), c.bare, c.compute, c.wall, c.TokensPerSecond(c.bare),
-              c.TokensPerSecond(c.wall), c.ratio);
+              c.TokensPerSecond(c.wall), c.ratio, c.to_plain);
   std::fflush(stdout);
 }
 
@@ -127,7 +165,7 @@ absl::Status MeasureLongRun(const Variant& variant, const KernelShape& shape, Ti
   if (tokens <= 0) return absl::OkStatus();
   for (const int64_t count : {kShortTokens, tokens}) {
     const auto batches = static_cast<int>(std::max<int64_t>(1, count / shape.rows));
-    const auto times = head->Time(batches, variant.recipe, variant.entropy);
+    const auto times = head->Time(batches, variant.work);
     if (!times.ok()) return times.status();
     const absl::StatusOr<HeadMemory> memory = head->Memory();
     if (!memory.ok()) return memory.status();
@@ -140,11 +178,13 @@ absl::Status MeasureRows(const KernelShape& shape, const std::vector<Variant>& v
                          bool long_run, std::vector<Comparison>* comparisons) {
   auto bare = BareProducts::Create(shape);
   if (!bare.ok()) return bare.status();
+  auto plain = TimedHead::Create(shape, {.schedule = Schedule::kRetain});
+  if (!plain.ok()) return plain.status();
   for (const Variant& variant : variants) {
     auto head = TimedHead::Create(shape, variant.head);
     if (!head.ok()) return head.status();
-    const auto comparison =
-        Compare(variant, shape, bare->get(), head->get(), absl::GetFlag(FLAGS_kernel_repeats));
+    const auto comparison = Compare(variant, shape, bare->get(), plain->get(), head->get(),
+                                    absl::GetFlag(FLAGS_kernel_repeats));
     if (!comparison.ok()) return comparison.status();
     Print(*comparison);
     comparisons->push_back(*comparison);
@@ -179,6 +219,7 @@ absl::Status Measure(std::vector<Comparison>* comparisons) {
     const bool largest = rows == *std::max_element(all_rows.begin(), all_rows.end());
     if (largest) {
       for (Variant& variant : LossOptions()) variants.push_back(std::move(variant));
+      for (Variant& variant : Divergences(shape)) variants.push_back(std::move(variant));
     }
     const absl::Status status = MeasureRows(shape, variants, largest, comparisons);
     if (!status.ok()) return status;
@@ -195,7 +236,8 @@ void PrintJson(const std::vector<Comparison>& comparisons) {
                     {"compute_ms", c.compute},
                     {"wall_ms", c.wall},
                     {"tokens_per_second", c.TokensPerSecond(c.wall)},
-                    {"ratio", c.ratio}});
+                    {"ratio", c.ratio},
+                    {"to_plain", c.to_plain}});
   }
   std::printf("%s\n", nlohmann::json{{"kernel", list}}.dump().c_str());
 }

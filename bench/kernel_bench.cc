@@ -2,8 +2,11 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <random>
+#include <span>
 #include <utility>
 
 #include "absl/synchronization/mutex.h"
@@ -137,10 +140,9 @@ absl::StatusOr<std::unique_ptr<BareProducts>> BareProducts::Create(const KernelS
   return std::unique_ptr<BareProducts>(new BareProducts(std::move(impl)));
 }
 
-absl::StatusOr<double> BareProducts::Time(int num_batches, bool recompute) {
-  std::vector<HeadProduct> products = {HeadProduct::kLogits, HeadProduct::kGradHidden,
-                                       HeadProduct::kGradWeight};
-  if (recompute) products.insert(products.begin(), HeadProduct::kLogits);
+absl::StatusOr<double> BareProducts::Time(int num_batches, int num_logits) {
+  std::vector<HeadProduct> products(static_cast<size_t>(num_logits), HeadProduct::kLogits);
+  products.insert(products.end(), {HeadProduct::kGradHidden, HeadProduct::kGradWeight});
   return impl_->TimeRuns(num_batches, products);
 }
 
@@ -160,29 +162,56 @@ absl::StatusOr<ProductTimes> BareProducts::TimeEach(int num_runs) {
 
 // --- The head ----------------------------------------------------------------------------------
 
-// Rows of one batch in flight, as a staging slot would hold them.
+// Rows of one batch in flight, as a staging slot would hold them, with everything that a recipe may
+// ask for. All arrays are of the same numbers in every run.
 struct StagedRows {
-  explicit StagedRows(const KernelShape& shape)
+  StagedRows(const KernelShape& shape, int32_t top_k)
       : hidden(RandomBFloat16(shape.rows * shape.hidden_size, 1.0f)),
+        teacher_hidden(RandomBFloat16(shape.rows * shape.hidden_size, 1.0f)),
         targets(static_cast<size_t>(shape.rows)),
-        entropy(static_cast<size_t>(shape.rows)) {
+        ones(static_cast<size_t>(shape.rows), 1.0f),
+        logprobs(static_cast<size_t>(shape.rows), -12.0f),
+        outputs(static_cast<size_t>(shape.rows)),
+        topk_ids(static_cast<size_t>(shape.rows * top_k)),
+        topk_logprobs(static_cast<size_t>(shape.rows * top_k)) {
     std::minstd_rand random(2);
-    for (int32_t& target : targets) {
-      target = static_cast<int32_t>(random() % static_cast<uint64_t>(shape.vocab_size));
+    const auto id = [&] {
+      return static_cast<int32_t>(random() % static_cast<uint64_t>(shape.vocab_size));
+    };
+    for (int32_t& target : targets) target = id();
+    for (size_t i = 0; i < topk_ids.size(); ++i) {  // Distinct in a row.
+      const auto k = static_cast<int64_t>(i) % top_k;
+      topk_ids[i] = static_cast<int32_t>((k * shape.vocab_size + id()) / top_k % shape.vocab_size);
+      topk_logprobs[i] = -std::log(static_cast<float>(top_k) + 1.0f);
     }
   }
-  ~StagedRows() { UnpinHostMemory(hidden.data()); }
+  ~StagedRows() {
+    UnpinHostMemory(hidden.data());
+    UnpinHostMemory(teacher_hidden.data());
+  }
   absl::Status Pin() {
-    return PinHostMemory(hidden.data(), static_cast<int64_t>(hidden.size() * sizeof(uint16_t)));
+    for (std::vector<uint16_t>* rows : {&hidden, &teacher_hidden}) {
+      LMHEAD_RETURN_IF_ERROR(
+          PinHostMemory(rows->data(), static_cast<int64_t>(rows->size() * sizeof(uint16_t))));
+    }
+    return absl::OkStatus();
   }
 
   std::vector<uint16_t> hidden;
+  std::vector<uint16_t> teacher_hidden;
   std::vector<int32_t> targets;
-  std::vector<float> entropy;
+  std::vector<float> ones;
+  std::vector<float> logprobs;
+  std::vector<float> outputs;
+  std::vector<int32_t> topk_ids;
+  std::vector<float> topk_logprobs;
 };
 
 struct TimedHead::Impl {
   absl::Status Init(const HeadSpec& options);
+  absl::StatusOr<std::unique_ptr<ComputeBackend>> MakeHead(const HeadSpec& spec,
+                                                           const MemoryPlan& plan);
+  ChunkRows ChunkOf(const BatchWork& work) const;
 
   KernelShape shape;
   int64_t device_bytes_before = 0;
@@ -190,8 +219,23 @@ struct TimedHead::Impl {
   MemoryAccount account;
   std::unique_ptr<StagedRows> rows;
   std::unique_ptr<StagedRows> answers;
+  std::unique_ptr<ComputeBackend> teacher;
   std::unique_ptr<ComputeBackend> backend;  // Before what its batches touch.
 };
+
+// Its weight is one random block of rows, over and over.
+absl::StatusOr<std::unique_ptr<ComputeBackend>> TimedHead::Impl::MakeHead(
+    const HeadSpec& spec, const MemoryPlan& head_plan) {
+  auto head = CreateCudaBackend(spec, head_plan, &account, kDevice);
+  if (!head.ok()) return head;
+  const std::vector<uint16_t> block = RandomBFloat16(shape.rows * shape.hidden_size, 0.02f);
+  for (int64_t start = 0; start < shape.vocab_size; start += shape.rows) {
+    const int64_t count = std::min(shape.rows, shape.vocab_size - start);
+    LMHEAD_RETURN_IF_ERROR((*head)->WriteRows(
+        TensorKind::kWeight, start, {block.data(), count, shape.hidden_size, DType::kBFloat16}));
+  }
+  return head;
+}
 
 absl::Status TimedHead::Impl::Init(const HeadSpec& options) {
   HeadSpec spec = options;
@@ -203,24 +247,57 @@ absl::Status TimedHead::Impl::Init(const HeadSpec& options) {
   spec.optimizer.kind = OptimizerKind::kSgd;
   spec.batch_tokens = shape.rows;
   plan = PlanForSchedule(spec, spec.schedule, {.backend = BackendKind::kCuda});
-  rows = std::make_unique<StagedRows>(shape);
-  answers = std::make_unique<StagedRows>(shape);
+  rows = std::make_unique<StagedRows>(shape, std::max(1, spec.top_k_max));
+  answers = std::make_unique<StagedRows>(shape, std::max(1, spec.top_k_max));
   LMHEAD_RETURN_IF_ERROR(rows->Pin());
   LMHEAD_RETURN_IF_ERROR(answers->Pin());
   absl::StatusOr<CudaDevice> before = DescribeCudaDevice(kDevice);
   if (!before.ok()) return before.status();
   device_bytes_before = before->used_bytes;
-  auto created = CreateCudaBackend(spec, plan, &account, kDevice);
-  if (!created.ok()) return created.status();
-  backend = *std::move(created);
-  // One random block of rows, over and over.
-  const std::vector<uint16_t> block = RandomBFloat16(shape.rows * shape.hidden_size, 0.02f);
-  for (int64_t start = 0; start < shape.vocab_size; start += shape.rows) {
-    const int64_t count = std::min(shape.rows, shape.vocab_size - start);
-    LMHEAD_RETURN_IF_ERROR(backend->WriteRows(
-        TensorKind::kWeight, start, {block.data(), count, shape.hidden_size, DType::kBFloat16}));
-  }
+  auto made = MakeHead(spec, plan);
+  if (!made.ok()) return made.status();
+  backend = *std::move(made);
+  if (spec.teacher_hidden_size == 0) return absl::OkStatus();
+  spec.name = "teacher";
+  spec.trainable = false;
+  spec.optimizer.kind = OptimizerKind::kNone;
+  spec.schedule = Schedule::kEval;
+  spec.teacher_hidden_size = 0;
+  auto teacher_made =
+      MakeHead(spec, PlanForSchedule(spec, spec.schedule, {.backend = BackendKind::kCuda}));
+  if (!teacher_made.ok()) return teacher_made.status();
+  teacher = *std::move(teacher_made);
   return absl::OkStatus();
+}
+
+ChunkRows TimedHead::Impl::ChunkOf(const BatchWork& work) const {
+  const LossRecipe& recipe = work.recipe;
+  ChunkRows chunk = {
+      .hidden_states = {rows->hidden.data(), shape.rows, shape.hidden_size, DType::kBFloat16},
+      .targets = rows->targets,
+      .grad_hidden_states = {answers->hidden.data(), shape.rows, shape.hidden_size,
+                             DType::kBFloat16}};
+  if (recipe.has_teacher_head()) {
+    chunk.teacher_hidden_states = {rows->teacher_hidden.data(), shape.rows, shape.hidden_size,
+                                   DType::kBFloat16};
+  }
+  const auto entries = static_cast<size_t>(shape.rows * recipe.teacher_top_k());
+  chunk.teacher_topk_ids = std::span(rows->topk_ids).first(entries);
+  chunk.teacher_topk_logprobs = std::span(rows->topk_logprobs).first(entries);
+  if (recipe.policy.has_value() && recipe.policy->kind == PolicyKind::kCoefficients) {
+    chunk.logprob_grad = rows->ones;
+    chunk.entropy_grad = rows->ones;
+  }
+  if (recipe.policy.has_value() && recipe.policy->kind == PolicyKind::kClipped) {
+    chunk.old_logprob = rows->logprobs;
+    chunk.advantage = rows->ones;
+  }
+  if (work.outputs.entropy) chunk.entropy = answers->outputs.data();
+  if (work.outputs.top_k > 0) {
+    chunk.topk_ids = answers->topk_ids.data();
+    chunk.topk_logprobs = answers->topk_logprobs.data();
+  }
+  return chunk;
 }
 
 TimedHead::TimedHead(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
@@ -234,29 +311,27 @@ absl::StatusOr<std::unique_ptr<TimedHead>> TimedHead::Create(const KernelShape& 
   return std::unique_ptr<TimedHead>(new TimedHead(std::move(impl)));
 }
 
-absl::StatusOr<BatchTimes> TimedHead::Time(int num_batches, const LossRecipe& recipe,
-                                           bool entropy) {
-  const KernelShape& shape = impl_->shape;
-  ChunkRows chunk = {.hidden_states = {impl_->rows->hidden.data(), shape.rows, shape.hidden_size,
-                                       DType::kBFloat16},
-                     .targets = impl_->rows->targets,
-                     .grad_hidden_states = {impl_->answers->hidden.data(), shape.rows,
-                                            shape.hidden_size, DType::kBFloat16}};
-  if (entropy) chunk.entropy = impl_->answers->entropy.data();
+absl::StatusOr<BatchTimes> TimedHead::Time(int num_batches, const BatchWork& work) {
+  const ChunkRows chunk = impl_->ChunkOf(work);
+  BatchInput input = {.recipe = &work.recipe,
+                      .mode = BackwardMode::kHiddenAndWeight,
+                      .chunks = {&chunk, 1},
+                      .outputs = work.outputs};
+  input.outputs.grad_hidden_states = true;
+  if (work.recipe.has_teacher_head()) input.teacher = impl_->teacher.get();
   absl::Mutex mu;
   int num_done = 0;
   BatchTimes times;
   absl::Status failure;
   const auto start = std::chrono::steady_clock::now();
   for (int i = 0; i < num_batches; ++i) {
-    impl_->backend->ComputeBatch({&recipe, BackwardMode::kHiddenAndWeight, {&chunk, 1}},
-                                 [&](absl::StatusOr<BatchOutput> output) {
-                                   absl::MutexLock lock(&mu);
-                                   ++num_done;
-                                   failure.Update(output.status());
-                                   if (!output.ok()) return;
-                                   times.compute += output->timings.compute_seconds;
-                                 });
+    impl_->backend->ComputeBatch(input, [&](absl::StatusOr<BatchOutput> output) {
+      absl::MutexLock lock(&mu);
+      ++num_done;
+      failure.Update(output.status());
+      if (!output.ok()) return;
+      times.compute += output->timings.compute_seconds;
+    });
   }
   const auto all_done = [&] { return num_done == num_batches; };
   absl::MutexLock lock(&mu);

@@ -35,9 +35,9 @@ class BareProducts {
   static absl::StatusOr<std::unique_ptr<BareProducts>> Create(const KernelShape& shape);
   ~BareProducts();
 
-  // Milliseconds a batch of `num_batches` batches in a row, each of all products; the logits twice
-  // when `recompute`.
-  absl::StatusOr<double> Time(int num_batches, bool recompute);
+  // Milliseconds a batch of `num_batches` batches in a row, each of all products, the logits
+  // `num_logits` times: recompute has them twice, and so has a teacher of the same width.
+  absl::StatusOr<double> Time(int num_batches, int num_logits);
 
   // Each product alone, `num_runs` of it in a row.
   absl::StatusOr<ProductTimes> TimeEach(int num_runs);
@@ -59,16 +59,23 @@ struct HeadMemory {
   int64_t device_bytes = 0;  // By the driver's figure, since before the head was created.
 };
 
+// What is asked of a head's batches, besides the gradient of the hidden states.
+struct BatchWork {
+  LossRecipe recipe;
+  OutputSpec outputs;
+};
+
 // A trainable bfloat16 head with random weight and rows, and its memory.
 class TimedHead {
  public:
-  // `options` gives schedule, bias and softcap.
+  // `options` gives schedule, bias and softcap, and with a teacher_hidden_size of the shape's
+  // hidden_size or a top_k_max what teachers and top-k outputs need. There is a teacher then.
   static absl::StatusOr<std::unique_ptr<TimedHead>> Create(const KernelShape& shape,
                                                            const HeadSpec& options);
   ~TimedHead();
 
   // Trains on `num_batches` full batches in a row.
-  absl::StatusOr<BatchTimes> Time(int num_batches, const LossRecipe& recipe, bool entropy);
+  absl::StatusOr<BatchTimes> Time(int num_batches, const BatchWork& work);
 
   absl::StatusOr<HeadMemory> Memory() const;
 

@@ -9,58 +9,61 @@
 
 namespace lmhead::kernels::device {
 
-// The objective and its derivatives.
+// The objective and its derivatives. In double: a ratio makes a relative error of the rounding of a
+// log-probability, and there is one a row.
 struct PolicyTerm {
-  float value;
-  float logprob_grad;
-  float entropy_grad;
-  float old_policy_kl;
+  double value;
+  double logprob_grad;
+  double entropy_grad;
+  double old_policy_kl;
   bool clipped;
 };
 
 // weight * value, where a weight of 0 leaves even an infinite value out.
-__device__ __forceinline__ float Weighted(float weight, float value) {
-  return weight == 0.0f ? 0.0f : weight * value;
+template <typename Real>
+__device__ __forceinline__ Real Weighted(Real weight, Real value) {
+  return weight == Real(0) ? Real(0) : weight * value;
 }
 
-__device__ __forceinline__ PolicyTerm CoefficientPolicy(const RowPolicy& row, float logprob,
-                                                        float entropy) {
+__device__ __forceinline__ PolicyTerm CoefficientPolicy(const RowPolicy& row, double logprob,
+                                                        double entropy) {
   PolicyTerm term{};
   term.logprob_grad = row.logprob_grad;
   term.entropy_grad = row.entropy_grad;
-  term.value = Weighted(row.logprob_grad, logprob) + row.entropy_grad * entropy;
+  term.value = Weighted(term.logprob_grad, logprob) + term.entropy_grad * entropy;
   return term;
 }
 
 // The penalty for leaving the reference policy: exp(d) - d - 1, d = reference_logprob - logprob.
-__device__ __forceinline__ void AddReferenceKl(float coefficient, float distance,
+__device__ __forceinline__ void AddReferenceKl(double coefficient, double distance,
                                                PolicyTerm* term) {
   if (isinf(distance)) {  // A masked target: nothing brings it back.
     term->value += coefficient * distance;
     return;
   }
-  term->value += coefficient * (expm1f(distance) - distance);
-  term->logprob_grad -= coefficient * expm1f(distance);
+  term->value += coefficient * (expm1(distance) - distance);
+  term->logprob_grad -= coefficient * expm1(distance);
 }
 
 // Where the unclipped branch is the smaller one or equal, it has the gradient.
 __device__ __forceinline__ PolicyTerm ClippedPolicy(const PolicySpec& spec, const RowPolicy& row,
-                                                    float logprob, float entropy) {
+                                                    double logprob, double entropy) {
   PolicyTerm term{};
-  const float log_ratio = logprob - row.old_logprob;
-  const float ratio = expf(log_ratio);
-  const float surrogate = Weighted(row.advantage, ratio);
-  const float held = fminf(fmaxf(ratio, 1.0f - spec.clip_low), 1.0f + spec.clip_high);
-  const float clamped = held * row.advantage;
-  term.value = -fminf(surrogate, clamped);
+  const double advantage = row.advantage;
+  const double log_ratio = logprob - row.old_logprob;
+  const double ratio = exp(log_ratio);
+  const double surrogate = Weighted(advantage, ratio);
+  const double held = fmin(fmax(ratio, 1.0 - spec.clip_low), 1.0 + spec.clip_high);
+  const double clamped = held * advantage;
+  term.value = -fmin(surrogate, clamped);
   term.clipped = surrogate > clamped;
-  if (spec.dual_clip > 1.0f && row.advantage < 0.0f) {
-    const float most = -spec.dual_clip * row.advantage;
+  if (spec.dual_clip > 1.0f && advantage < 0.0) {
+    const double most = -spec.dual_clip * advantage;
     term.clipped = term.clipped || term.value > most;
-    term.value = fminf(term.value, most);
+    term.value = fmin(term.value, most);
   }
-  term.logprob_grad = term.clipped ? 0.0f : -surrogate;
-  term.old_policy_kl = expm1f(log_ratio) - log_ratio;
+  term.logprob_grad = term.clipped ? 0.0 : -surrogate;
+  term.old_policy_kl = expm1(log_ratio) - log_ratio;
   if (spec.entropy_coefficient != 0.0f) {
     term.entropy_grad = -spec.entropy_coefficient;
     term.value += term.entropy_grad * entropy;
@@ -72,7 +75,7 @@ __device__ __forceinline__ PolicyTerm ClippedPolicy(const PolicySpec& spec, cons
 }
 
 __device__ __forceinline__ PolicyTerm PolicyOf(const PolicyOptions& options, int64_t row,
-                                               float logprob, float entropy) {
+                                               double logprob, double entropy) {
   const RowPolicy& policy = options.rows[row];
   if (options.spec.kind == PolicyKind::kCoefficients) {
     return CoefficientPolicy(policy, logprob, entropy);

@@ -20,9 +20,15 @@ struct TargetWeights {
   float uniform_sum;  // uniform * sum of class weights that are not masked.
 };
 
-__device__ __forceinline__ float TargetLogprob(const RowStats& stats) {
+__device__ __forceinline__ double TargetLogprob(const RowStats& stats) {
   if (stats.target_logit == MinusInfinity()) return MinusInfinity();  // Masked.
-  return fminf(0.0f, (stats.target_logit - stats.logits_max) - logf(stats.sum_exp));
+  const double above = static_cast<double>(stats.target_logit) - stats.logits_max;
+  return fmin(0.0, above - log(static_cast<double>(stats.sum_exp)));
+}
+
+__device__ __forceinline__ double EntropyOf(const RowStats& stats) {
+  const double sum_exp = stats.sum_exp;
+  return fmax(0.0, log(sum_exp) - stats.entropy_sum / sum_exp);
 }
 
 // 1 - (z2 / softcap)^2 of the target.
@@ -112,13 +118,15 @@ __device__ __forceinline__ void ValidRow(int64_t row, const RowInput& input, con
                                          RowGrad* grad) {
   const bool has_grad = stats.logits_max != MinusInfinity() && input.grad_coefficient != 0.0f;
   loss->state = RowLoss::kValid;
-  loss->logprob = TargetLogprob(stats);
+  const double logprob = TargetLogprob(stats);
+  loss->logprob = static_cast<float>(logprob);
   loss->class_weight =
       options.class_weights != nullptr ? options.class_weights[input.target] : 1.0f;
   if (options.policy.rows != nullptr) {
-    const PolicyTerm term = PolicyOf(options.policy, row, loss->logprob, loss->entropy);
-    loss->policy = term.value;
-    loss->old_policy_kl = term.old_policy_kl;
+    const double entropy = options.entropy && loss->lse != MinusInfinity() ? EntropyOf(stats) : 0.0;
+    const PolicyTerm term = PolicyOf(options.policy, row, logprob, entropy);
+    loss->policy = static_cast<float>(term.value);
+    loss->old_policy_kl = static_cast<float>(term.old_policy_kl);
     loss->clipped = term.clipped ? 1 : 0;
     if (has_grad) *grad = PolicyGrad(stats, input, term, *loss, options);
     return;
@@ -155,7 +163,7 @@ __global__ void TokenLossKernel(int64_t num_rows, const RowInput* rows, const Ro
     loss.lse = all_masked ? MinusInfinity() : stats.logits_max + logf(stats.sum_exp);
     loss.argmax = stats.argmax;
     if (options.entropy && !all_masked) {
-      loss.entropy = fmaxf(0.0f, logf(stats.sum_exp) - stats.entropy_sum / stats.sum_exp);
+      loss.entropy = static_cast<float>(EntropyOf(stats));
     }
     if (input.target >= 0) ValidRow(row, input, stats, options, &loss, &grad);
   }
