@@ -116,7 +116,7 @@ void CpuBatch::Begin(const BatchInput& input, CpuProducts* teacher) {
   state_.teacher_top_k = recipe.teacher_top_k();
   state_.top_k = input.outputs.top_k;
 
-  state_.config = products_->RowConfig();
+  state_.config = products_->MakeRowConfig();
   if (!recipe.class_weights.empty()) state_.config.class_weights = recipe.class_weights.data();
   state_.config.label_smoothing = recipe.label_smoothing;
   state_.config.z_loss = recipe.z_loss;
@@ -129,7 +129,7 @@ void CpuBatch::Begin(const BatchInput& input, CpuProducts* teacher) {
   }
   teacher_ = teacher;
   if (has_teacher()) {
-    teacher_config_ = teacher->RowConfig();
+    teacher_config_ = teacher->MakeRowConfig();
     teacher_row_.temperature = recipe.distillation->kl_temperature;
   }
   tile_in_scratch_ = -1;

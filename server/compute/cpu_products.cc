@@ -16,7 +16,7 @@ CpuProducts::CpuProducts(const MemoryPlan& plan, const CpuParameters* parameters
                              PlanCpuScratch(parameters->spec(), plan).gemm_scratch_bytes)),
             PlanCpuScratch(parameters->spec(), plan).gemm_scratch_bytes) {}
 
-cpu::RowConfig CpuProducts::RowConfig() const {
+cpu::RowConfig CpuProducts::MakeRowConfig() const {
   return {.vocab_size = spec().vocab_size,
           .bias = parameters_->bias(),
           .bias_start = range().start,

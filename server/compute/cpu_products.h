@@ -28,7 +28,7 @@ class CpuProducts {
   int64_t max_cols() const { return max_cols_; }
 
   // What the row passes need to know of the head.
-  cpu::RowConfig RowConfig() const;
+  cpu::RowConfig MakeRowConfig() const;
 
   // logits [rows, tile.cols] = hidden [rows, hidden_size] weight^T
   absl::Status Logits(cpu::VocabTile tile, int64_t rows, const float* hidden, float* logits);

@@ -17,9 +17,6 @@ namespace {
 
 constexpr int64_t kFloatBytes = BytesPerElement(DType::kFloat32);
 
-// logits_max, sum_exp, target_logit and the sum of logits, packed for one all-gather.
-constexpr int64_t kPackedStatistics = 4;
-
 int64_t RoundUp(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
@@ -180,11 +177,6 @@ MemoryPlan PlanForSchedule(const HeadSpec& spec, Schedule schedule, const PlanOp
     PlanCpu(spec, &plan);
   } else {
     PlanCuda(spec, &plan);
-  }
-  // LayOutCuda has buffers of that category of its own.
-  if (options.num_ranks > 1 && plan[MemoryCategory::kCollective] == 0) {
-    BytesOf(plan, MemoryCategory::kCollective) =
-        Piece(options.num_ranks * plan.batch_tokens * kPackedStatistics * kFloatBytes);
   }
   return plan;
 }
