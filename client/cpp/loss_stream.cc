@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "client/cpp/step_writer_impl.h"
+#include "proto/wire/request_id.h"
 
 namespace lmhead {
 namespace {
@@ -13,10 +14,13 @@ constexpr char kMethod[] = "/lmhead.v1.LmHeadService/ComputeLoss";
 
 }  // namespace
 
-LossStream::LossStream(std::shared_ptr<StepWriter::Impl> writer, size_t connection)
+LossStream::LossStream(std::shared_ptr<StepWriter::Impl> writer, size_t connection,
+                       const std::string& request_id)
     : writer_(std::move(writer)),
       connection_(connection),
-      context_(std::make_unique<grpc::ClientContext>()) {}
+      context_(std::make_unique<grpc::ClientContext>()) {
+  context_->AddMetadata(kRequestIdKey, request_id);
+}
 
 void LossStream::Start(std::shared_ptr<grpc::Channel> channel, const grpc::ByteBuffer& open) {
   grpc::TemplatedGenericStub<grpc::ByteBuffer, grpc::ByteBuffer> stub(std::move(channel));

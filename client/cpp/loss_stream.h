@@ -12,6 +12,7 @@
 #include <grpcpp/support/client_callback.h>
 
 #include <memory>
+#include <string>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/synchronization/mutex.h"
@@ -21,7 +22,8 @@ namespace lmhead {
 
 class LossStream final : public grpc::ClientBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer> {
  public:
-  LossStream(std::shared_ptr<StepWriter::Impl> writer, size_t connection);
+  LossStream(std::shared_ptr<StepWriter::Impl> writer, size_t connection,
+             const std::string& request_id);
 
   // Starts the call with `open` as its first message, and the first read. A hold keeps the call
   // from being done until LetGo().

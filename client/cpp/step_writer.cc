@@ -11,6 +11,7 @@
 #include "lmhead/v1/service.grpc.pb.h"
 #include "proto/types/limits.h"
 #include "proto/wire/convert.h"
+#include "proto/wire/request_id.h"
 #include "proto/wire/status.h"
 
 namespace lmhead {
@@ -18,8 +19,9 @@ namespace {
 
 // --- Checks of the caller's rows ----------------------------------------------------------------
 
-absl::Status CheckLength(const char* field, size_t length, bool wanted, int64_t num_tokens) {
-  const size_t want = wanted ? static_cast<size_t>(num_tokens) : 0;
+absl::Status CheckLength(const char* field, size_t length, bool wanted, int64_t num_tokens,
+                         int64_t per_token = 1) {
+  const size_t want = wanted ? static_cast<size_t>(num_tokens * per_token) : 0;
   if (length == want) return absl::OkStatus();
   return absl::InvalidArgumentError(absl::StrFormat(
       "%s has %d elements, want %d for %d rows and this recipe", field, length, want, num_tokens));
@@ -30,6 +32,12 @@ absl::Status CheckAsked(const char* output, bool given, bool asked) {
   return absl::InvalidArgumentError(absl::StrFormat("a place for %s is %s, but outputs.%s is %s",
                                                     output, given ? "given" : "not given", output,
                                                     asked ? "true" : "false"));
+}
+
+absl::Status CheckAskedTopK(const char* output, bool given, int32_t top_k) {
+  if (given == (top_k > 0)) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrFormat("a place for %s is %s, but outputs.top_k is %d",
+                                                    output, given ? "given" : "not given", top_k));
 }
 
 std::string Shape(const ConstMatrixView& view) {
@@ -58,37 +66,116 @@ absl::Status CheckGrad(const ConstMatrixView& hidden, const ConstMatrixView& gra
   return absl::OkStatus();
 }
 
-absl::Status CheckHidden(const ConstMatrixView& hidden, DType dtype) {
+absl::Status CheckHidden(const char* field, const ConstMatrixView& hidden, const char* dtype_field,
+                         DType dtype) {
   if (hidden.dtype != dtype) {
     const std::string_view got = DTypeName(hidden.dtype);
     const std::string_view want = DTypeName(dtype);
-    return absl::InvalidArgumentError(absl::StrFormat(
-        "hidden_states is %s, the writer was opened with hidden_dtype %s", got, want));
+    return absl::InvalidArgumentError(absl::StrFormat("%s is %s, the writer was opened with %s %s",
+                                                      field, got, dtype_field, want));
   }
   if (hidden.data == nullptr || hidden.rows < 1 || hidden.cols < 1) {
     return absl::InvalidArgumentError(
-        absl::StrFormat("hidden_states is %s%s, want at least one row and one column",
-                        Shape(hidden), hidden.data == nullptr ? " at a null address" : ""));
+        absl::StrFormat("%s is %s%s, want at least one row and one column", field, Shape(hidden),
+                        hidden.data == nullptr ? " at a null address" : ""));
   }
   return absl::OkStatus();
 }
 
-absl::Status CheckRows(const LossRows& rows, const WriterSpec& spec) {
+// What of the recipe decides which arrays come with the rows.
+struct WantedArrays {
+  explicit WantedArrays(const v1::LossRecipe& recipe)
+      : coefficients(recipe.policy().kind() == v1::PolicySpec::KIND_COEFFICIENTS),
+        clipped(recipe.policy().kind() == v1::PolicySpec::KIND_CLIPPED),
+        reference(clipped && recipe.policy().reference_kl_coefficient() != 0.0f),
+        top_k(recipe.distillation().top_k()),
+        paired(recipe.distillation().paired_stream()),
+        teacher_hidden(recipe.has_distillation() && top_k == 0 && !paired) {}
+
+  bool coefficients, clipped, reference;
+  int32_t top_k;
+  bool paired;
+  bool teacher_hidden;  // In the same chunk.
+};
+
+absl::Status CheckTeacherHidden(const LossRows& rows, const WriterSpec& spec, bool wanted) {
+  const ConstMatrixView& teacher = rows.teacher_hidden_states;
+  if (!wanted) {
+    if (teacher.data == nullptr) return absl::OkStatus();
+    return absl::InvalidArgumentError(
+        spec.recipe.distillation().paired_stream()
+            ? "teacher_hidden_states is given, but of a paired stream they come on the teacher's "
+              "side"
+            : "teacher_hidden_states is given, but the recipe names no teacher_head");
+  }
+  absl::Status status =
+      CheckHidden("teacher_hidden_states", teacher, "distillation.teacher_hidden_dtype",
+                  static_cast<DType>(spec.recipe.distillation().teacher_hidden_dtype()));
+  if (!status.ok() || spec.teacher_side || teacher.rows == rows.hidden_states.rows) return status;
+  return absl::InvalidArgumentError(
+      absl::StrFormat("teacher_hidden_states is %s, want %d rows like "
+                      "hidden_states",
+                      Shape(teacher), rows.hidden_states.rows));
+}
+
+// The teacher's side carries teacher_hidden_states and nothing else.
+absl::Status CheckTeacherSide(const LossRows& rows, const WriterSpec& spec) {
+  const bool others =
+      rows.hidden_states.data != nullptr || !rows.targets.empty() || !rows.token_weights.empty() ||
+      !rows.token_temperature.empty() || rows.grad_scale != 1.0f || !rows.logprob_grad.empty() ||
+      !rows.entropy_grad.empty() || !rows.old_logprob.empty() || !rows.advantage.empty() ||
+      !rows.reference_logprob.empty() || !rows.teacher_topk_ids.empty() ||
+      !rows.teacher_topk_logprobs.empty() || rows.grad_hidden_states.data != nullptr ||
+      rows.token_loss != nullptr || rows.logprob != nullptr || rows.lse != nullptr ||
+      rows.entropy != nullptr || rows.argmax != nullptr || rows.topk_ids != nullptr ||
+      rows.topk_logprobs != nullptr;
+  if (others) {
+    return absl::InvalidArgumentError(
+        "rows of the teacher's side have more than teacher_hidden_states: the rest belongs to the "
+        "student's side");
+  }
+  return CheckTeacherHidden(rows, spec, true);
+}
+
+absl::Status CheckInputs(const LossRows& rows, const WriterSpec& spec) {
   const int64_t num_tokens = rows.hidden_states.rows;
-  const v1::OutputSpec& outputs = spec.outputs;
+  const WantedArrays wanted(spec.recipe);
   for (const absl::Status& status :
-       {CheckHidden(rows.hidden_states, spec.hidden_dtype),
+       {CheckHidden("hidden_states", rows.hidden_states, "hidden_dtype", spec.hidden_dtype),
         CheckLength("targets", rows.targets.size(), true, num_tokens),
         CheckLength("token_weights", rows.token_weights.size(), spec.recipe.token_weights(),
                     num_tokens),
         CheckLength("token_temperature", rows.token_temperature.size(),
                     spec.recipe.per_token_temperature(), num_tokens),
+        CheckLength("logprob_grad", rows.logprob_grad.size(), wanted.coefficients, num_tokens),
+        CheckLength("entropy_grad", rows.entropy_grad.size(), wanted.coefficients, num_tokens),
+        CheckLength("old_logprob", rows.old_logprob.size(), wanted.clipped, num_tokens),
+        CheckLength("advantage", rows.advantage.size(), wanted.clipped, num_tokens),
+        CheckLength("reference_logprob", rows.reference_logprob.size(), wanted.reference,
+                    num_tokens),
+        CheckLength("teacher_topk_ids", rows.teacher_topk_ids.size(), wanted.top_k > 0, num_tokens,
+                    wanted.top_k),
+        CheckLength("teacher_topk_logprobs", rows.teacher_topk_logprobs.size(), wanted.top_k > 0,
+                    num_tokens, wanted.top_k),
+        CheckTeacherHidden(rows, spec, wanted.teacher_hidden)}) {
+    if (!status.ok()) return status;
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckRows(const LossRows& rows, const WriterSpec& spec) {
+  if (spec.teacher_side) return CheckTeacherSide(rows, spec);
+  const v1::OutputSpec& outputs = spec.outputs;
+  for (const absl::Status& status :
+       {CheckInputs(rows, spec),
         CheckGrad(rows.hidden_states, rows.grad_hidden_states, outputs.grad_hidden_states()),
         CheckAsked("token_loss", rows.token_loss != nullptr, outputs.token_loss()),
         CheckAsked("logprob", rows.logprob != nullptr, outputs.logprob()),
         CheckAsked("lse", rows.lse != nullptr, outputs.lse()),
         CheckAsked("entropy", rows.entropy != nullptr, outputs.entropy()),
-        CheckAsked("argmax", rows.argmax != nullptr, outputs.argmax())}) {
+        CheckAsked("argmax", rows.argmax != nullptr, outputs.argmax()),
+        CheckAskedTopK("topk_ids", rows.topk_ids != nullptr, outputs.top_k()),
+        CheckAskedTopK("topk_logprobs", rows.topk_logprobs != nullptr, outputs.top_k())}) {
     if (!status.ok()) return status;
   }
   return absl::OkStatus();
@@ -96,10 +183,20 @@ absl::Status CheckRows(const LossRows& rows, const WriterSpec& spec) {
 
 // --- Pieces of the caller's rows ----------------------------------------------------------------
 
+// Rows [start, start + count) of an array of per_token elements a row.
 template <typename T>
-std::span<const T> Piece(std::span<const T> all, int64_t start, int64_t count) {
+std::span<const T> Piece(std::span<const T> all, int64_t start, int64_t count,
+                         int64_t per_token = 1) {
   if (all.empty()) return {};
-  return all.subspan(static_cast<size_t>(start), static_cast<size_t>(count));
+  return all.subspan(static_cast<size_t>(start * per_token),
+                     static_cast<size_t>(count * per_token));
+}
+
+std::span<const std::byte> Piece(const ConstMatrixView& all, int64_t start, int64_t count) {
+  if (all.data == nullptr) return {};
+  const int64_t row_bytes = all.cols * BytesPerElement(all.dtype);
+  return {static_cast<const std::byte*>(all.data) + start * row_bytes,
+          static_cast<size_t>(count * row_bytes)};
 }
 
 template <typename T>
@@ -107,12 +204,15 @@ T* At(T* all, int64_t start) {
   return all == nullptr ? nullptr : all + start;
 }
 
-ResultDestination DestinationOf(const LossRows& rows, int64_t start, int64_t count) {
+ResultDestination DestinationOf(const LossRows& rows, int64_t start, int64_t count, int32_t top_k) {
   ResultDestination to{.token_loss = At(rows.token_loss, start),
                        .logprob = At(rows.logprob, start),
                        .lse = At(rows.lse, start),
                        .entropy = At(rows.entropy, start),
-                       .argmax = At(rows.argmax, start)};
+                       .argmax = At(rows.argmax, start),
+                       .topk_ids = At(rows.topk_ids, start * top_k),
+                       .topk_logprobs = At(rows.topk_logprobs, start * top_k),
+                       .top_k = top_k};
   const MatrixView& grad = rows.grad_hidden_states;
   if (grad.data != nullptr) {
     const int64_t row_bytes = grad.cols * BytesPerElement(grad.dtype);
@@ -156,6 +256,7 @@ StepWriter::Impl::Impl(std::string address, std::shared_ptr<ChannelPool> channel
     : address_(std::move(address)),
       options_(options),
       spec_(spec),
+      request_id_(options.request_id.empty() ? MakeRequestId() : options.request_id),
       message_bytes_max_(
           std::max(kControlMessageBytesMax, spec.chunk_bytes + kMessageHeaderBytesMax)),
       channels_(std::move(channels)),
@@ -193,8 +294,10 @@ absl::StatusOr<uint64_t> StepWriter::Impl::Submit(const LossRows& rows) {
     const absl::MutexLock lock(&mu_);
     if (!error_.ok()) return error_;
     if (finishing_) return absl::FailedPreconditionError("Submit after Finish: open a new writer");
-    rows_per_chunk = RowsPerChunk(rows);
-    ticket->num_unanswered = (rows.hidden_states.rows + rows_per_chunk - 1) / rows_per_chunk;
+    absl::StatusOr<int64_t> fitting = RowsPerChunk(rows);
+    if (!fitting.ok()) return fitting.status();
+    rows_per_chunk = *fitting;
+    ticket->num_unanswered = (rows.num_tokens() + rows_per_chunk - 1) / rows_per_chunk;
     ticket_id = next_ticket_++;
     tickets_[ticket_id] = ticket;
     ++num_submitting_;
@@ -213,14 +316,27 @@ absl::StatusOr<uint64_t> StepWriter::Impl::Submit(const LossRows& rows) {
   return status;
 }
 
-int64_t StepWriter::Impl::RowsPerChunk(const LossRows& rows) const {
-  const int64_t row_bytes = rows.hidden_states.cols * BytesPerElement(rows.hidden_states.dtype);
-  return std::clamp<int64_t>(spec_.chunk_bytes / row_bytes, 1, max_chunk_tokens_);
+absl::StatusOr<int64_t> StepWriter::Impl::RowsPerChunk(const LossRows& rows) const {
+  constexpr int64_t kTopkEntryBytes = 8;  // An id and a log-probability.
+  int64_t row_bytes =
+      (spec_.recipe.distillation().top_k() + spec_.outputs.top_k()) * kTopkEntryBytes;
+  for (const ConstMatrixView& matrix : {rows.hidden_states, rows.teacher_hidden_states}) {
+    row_bytes += matrix.cols * BytesPerElement(matrix.dtype);
+  }
+  const int64_t fitting = std::max<int64_t>(1, spec_.chunk_bytes / row_bytes);
+  if (spec_.chunk_tokens == 0) return std::min(fitting, max_chunk_tokens_);
+  if (spec_.chunk_tokens > fitting) {
+    return absl::InvalidArgumentError(
+        absl::StrFormat("chunk_tokens is %d, but chunk_bytes (%d) holds %d rows of %d bytes: raise "
+                        "chunk_bytes, or lower chunk_tokens",
+                        spec_.chunk_tokens, spec_.chunk_bytes, fitting, row_bytes));
+  }
+  return std::min(spec_.chunk_tokens, max_chunk_tokens_);
 }
 
 absl::Status StepWriter::Impl::SubmitChunks(const std::shared_ptr<Ticket>& ticket,
                                             int64_t rows_per_chunk) {
-  const int64_t num_rows = ticket->rows.hidden_states.rows;
+  const int64_t num_rows = ticket->rows.num_tokens();
   for (int64_t start = 0; start < num_rows; start += rows_per_chunk) {
     Chunk chunk{.ticket = ticket,
                 .row_start = start,
@@ -245,20 +361,29 @@ absl::Status StepWriter::Impl::SubmitChunk(Chunk chunk) {
   return absl::OkStatus();
 }
 
-ChunkView StepWriter::Impl::ViewOf(const Chunk& chunk) {
+ChunkView StepWriter::Impl::ViewOf(const Chunk& chunk) const {
   const LossRows& rows = chunk.ticket->rows;
-  const int64_t row_bytes = rows.hidden_states.cols * BytesPerElement(rows.hidden_states.dtype);
+  const auto piece = [&chunk](const auto& all, int64_t per_token = 1) {
+    return Piece(all, chunk.row_start, chunk.num_rows, per_token);
+  };
+  const int32_t top_k = spec_.recipe.distillation().top_k();
   ChunkView view;
   view.chunk_index = chunk.index;
   view.num_tokens = chunk.num_rows;
   if (rows.grad_scale != 1.0f) view.grad_scale = rows.grad_scale;
   view.checksum = chunk.checksum;
-  view.targets = Piece(rows.targets, chunk.row_start, chunk.num_rows);
-  view.token_weights = Piece(rows.token_weights, chunk.row_start, chunk.num_rows);
-  view.token_temperature = Piece(rows.token_temperature, chunk.row_start, chunk.num_rows);
-  view.hidden_states = {
-      static_cast<const std::byte*>(rows.hidden_states.data) + chunk.row_start * row_bytes,
-      static_cast<size_t>(chunk.num_rows * row_bytes)};
+  view.targets = piece(rows.targets);
+  view.token_weights = piece(rows.token_weights);
+  view.token_temperature = piece(rows.token_temperature);
+  view.logprob_grad = piece(rows.logprob_grad);
+  view.entropy_grad = piece(rows.entropy_grad);
+  view.old_logprob = piece(rows.old_logprob);
+  view.advantage = piece(rows.advantage);
+  view.topk_ids = piece(rows.teacher_topk_ids, top_k);
+  view.topk_logprobs = piece(rows.teacher_topk_logprobs, top_k);
+  view.reference_logprob = piece(rows.reference_logprob);
+  view.teacher_hidden_states = Piece(rows.teacher_hidden_states, chunk.row_start, chunk.num_rows);
+  view.hidden_states = Piece(rows.hidden_states, chunk.row_start, chunk.num_rows);
   return view;
 }
 
@@ -371,6 +496,7 @@ StepWriter::Impl::Connection* StepWriter::Impl::LeastLoaded() {
 std::vector<StepWriter::Impl::PlannedWrite> StepWriter::Impl::PlanWrites() {
   std::vector<PlannedWrite> writes;
   if (!error_.ok()) return writes;
+  PlanReceived(writes);
   while (!pending_.empty()) {
     Connection* connection = LeastLoaded();
     if (connection == nullptr) return writes;
@@ -382,6 +508,25 @@ std::vector<StepWriter::Impl::PlannedWrite> StepWriter::Impl::PlanWrites() {
   }
   if (finishing_ && num_submitting_ == 0 && NumUnanswered() == 0) PlanEnds(writes);
   return writes;
+}
+
+// Before any chunk: the server may hold back the teacher's side, and with it our next results,
+// until it knows.
+void StepWriter::Impl::PlanReceived(std::vector<PlannedWrite>& writes) {
+  for (Connection& connection : connections_) {
+    if (connection.state != State::kOpen || connection.writing || connection.let_go ||
+        connection.received.empty()) {
+      continue;
+    }
+    connection.writing = true;
+    writes.push_back({.stream = connection.stream.get(), .received = connection.received.front()});
+    connection.told.push_back(connection.received.front());
+    connection.received.pop_front();
+    // More than twice the window's worth the server has read, since it has read later chunks.
+    if (connection.told.size() > 2 * static_cast<size_t>(connection.window)) {
+      connection.told.pop_front();
+    }
+  }
 }
 
 void StepWriter::Impl::PlanEnds(std::vector<PlannedWrite>& writes) {
@@ -399,6 +544,10 @@ void StepWriter::Impl::Send(const std::vector<PlannedWrite>& writes) {
       // The ticket is kept alive by its loan; its rows by whoever waits for the loan to end.
       write.stream->Write(EncodeRequest(
           ViewOf(*write.chunk), [ticket = write.chunk->ticket] { ticket->loans.Return(); }));
+    } else if (write.received.has_value()) {
+      v1::ResultReceived received;
+      received.set_chunk_index(*write.received);
+      write.stream->Write(EncodeRequest(received));
     } else {
       v1::StreamEnd end;
       end.set_num_chunks(write.num_chunks);
@@ -457,7 +606,7 @@ absl::StatusOr<ResultDestination> StepWriter::Impl::PlaceFor(Connection& connect
     *gathering = next.ticket;
     ++next.ticket->num_gathers;
   }
-  return DestinationOf(next.ticket->rows, next.row_start, next.num_rows);
+  return DestinationOf(next.ticket->rows, next.row_start, next.num_rows, spec_.outputs.top_k());
 }
 
 absl::Status StepWriter::Impl::OnOpened(Connection& connection, const v1::StreamOpened& opened) {
@@ -484,6 +633,9 @@ absl::Status StepWriter::Impl::OnResult(Connection& connection, const DecodedRes
   ticket.result.num_duplicates += result.duplicate ? 1 : 0;
   AddTimings(result.timings, ticket.result.timings);
   ticket.num_unanswered -= 1;
+  if (spec_.recipe.distillation().paired_stream() && !spec_.teacher_side) {
+    connection.received.push_back(result.chunk_index);
+  }
   connection.sent.pop_front();
   connection.num_failures = 0;
   return absl::OkStatus();
@@ -594,6 +746,9 @@ void StepWriter::Impl::LetGo(Connection& connection) {
 void StepWriter::Impl::Reschedule(Connection& connection, const absl::Status& error) {
   pending_.insert(pending_.begin(), connection.sent.begin(), connection.sent.end());
   connection.sent.clear();
+  connection.received.insert(connection.received.begin(), connection.told.begin(),
+                             connection.told.end());
+  connection.told.clear();
   connection.num_failures += 1;
   if (connection.num_failures >= options_.max_attempts) {
     Fail(absl::Status(error.code(),
@@ -685,6 +840,7 @@ void StepWriter::Impl::OpenConnection(size_t index) {
 absl::Status StepWriter::Impl::CheckServer(const std::shared_ptr<grpc::Channel>& channel) {
   grpc::ClientContext context;
   context.set_deadline(absl::ToChronoTime(absl::Now() + options_.connect_timeout));
+  context.AddMetadata(kRequestIdKey, request_id_);
   {
     const absl::MutexLock lock(&mu_);
     if (!error_.ok()) return error_;
@@ -718,9 +874,10 @@ void StepWriter::Impl::StartStream(size_t index) {
   open.set_hidden_dtype(DTypeToProto(spec_.hidden_dtype));
   *open.mutable_recipe() = spec_.recipe;
   *open.mutable_outputs() = spec_.outputs;
+  open.set_teacher_side(spec_.teacher_side);
   const grpc::ByteBuffer message = EncodeRequest(open);
   std::shared_ptr<grpc::Channel> channel;
-  auto stream = std::make_shared<LossStream>(shared_from_this(), index);
+  auto stream = std::make_shared<LossStream>(shared_from_this(), index, request_id_);
   {
     const absl::MutexLock lock(&mu_);
     if (!error_.ok()) return;

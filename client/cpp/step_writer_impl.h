@@ -118,22 +118,28 @@ class StepWriter::Impl : public std::enable_shared_from_this<StepWriter::Impl> {
     bool opened_once = false;  // A break from now on may mean that the server restarted.
     int window = 0;            // Chunks without a result that it may have.
     std::deque<Chunk> sent;    // Without a result, in the order they were sent.
-    int num_failures = 0;      // Breaks since the last result.
+    // Results that the server is to be told we have (lmhead.v1.ResultReceived), and those it was
+    // told of last, which a break may have lost: it is told again.
+    std::deque<uint64_t> received;
+    std::deque<uint64_t> told;
+    int num_failures = 0;  // Breaks since the last result.
     absl::Time retry_at = absl::InfinitePast();
   };
 
-  // A message to send once the lock is released: a chunk, or `end`.
+  // A message to send once the lock is released: a chunk, `received`, or `end`.
   struct PlannedWrite {
     LossStream* stream = nullptr;  // In a call at least until this is written.
     std::optional<Chunk> chunk;
+    std::optional<uint64_t> received;
     uint64_t num_chunks = 0;
   };
 
-  int64_t RowsPerChunk(const LossRows& rows) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  absl::StatusOr<int64_t> RowsPerChunk(const LossRows& rows) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Sends every chunk of a ticket.
   absl::Status SubmitChunks(const std::shared_ptr<Ticket>& ticket, int64_t rows_per_chunk);
   absl::Status SubmitChunk(Chunk chunk);
-  static ChunkView ViewOf(const Chunk& chunk);
+  ChunkView ViewOf(const Chunk& chunk) const;
 
   // Blocks until nothing uses the rows of the ticket (of all tickets) any more.
   void AwaitIdle(Ticket& ticket);
@@ -141,6 +147,7 @@ class StepWriter::Impl : public std::enable_shared_from_this<StepWriter::Impl> {
 
   // Chooses what to send, and marks it as being sent.
   std::vector<PlannedWrite> PlanWrites() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void PlanReceived(std::vector<PlannedWrite>& writes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void PlanEnds(std::vector<PlannedWrite>& writes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   Connection* LeastLoaded() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void Send(const std::vector<PlannedWrite>& writes);
@@ -179,6 +186,7 @@ class StepWriter::Impl : public std::enable_shared_from_this<StepWriter::Impl> {
   const std::string address_;
   const ClientOptions options_;
   const WriterSpec spec_;
+  const std::string request_id_;  // Of all its streams and attempts.
   const int64_t message_bytes_max_;
 
   mutable absl::Mutex mu_;

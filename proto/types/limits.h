@@ -17,7 +17,8 @@ inline constexpr int64_t kNameLengthMax = 128;
 inline constexpr int64_t kVocabSizeMax = int64_t{1} << 30;
 inline constexpr int64_t kHiddenSizeMax = int64_t{1} << 20;
 
-// hidden_states of one chunk. What the client cuts to, and the most a server takes unless told.
+// Wide fields of one chunk: hidden states, teacher hidden states, top-k arrays and top-k outputs.
+// What the client cuts to, and the most a server takes unless told.
 inline constexpr int64_t kClientChunkBytes = 4 * kMiB;
 inline constexpr int64_t kDefaultChunkBytesMax = 8 * kMiB;
 inline constexpr int64_t kChunkTokensMax = 16384;
@@ -25,8 +26,9 @@ inline constexpr int64_t kChunkTokensMax = 16384;
 // Entries a token of top-k outputs and of top-k teachers.
 inline constexpr int32_t kTopKMax = 1024;
 
-// Everything of a message but its hidden states: at most 16 per-token fields of 4 bytes, and the
-// framing.
+// What a message holds beside its wide fields (hidden states, teacher hidden states, their
+// gradient, top-k arrays: all together at most the server's chunk_bytes_max): at most 16 per-token
+// fields of 4 bytes, and the framing.
 inline constexpr int64_t kTokenFieldsMax = 16;
 inline constexpr int64_t kMessageHeaderBytesMax = kTokenFieldsMax * 4 * kChunkTokensMax + 64 * kKiB;
 

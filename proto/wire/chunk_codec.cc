@@ -5,13 +5,13 @@
 //   request  := tag(15, LEN) length chunk
 //   chunk    := [1: varint chunk_index] [2: varint num_tokens]
 //               [3: fixed32 grad_scale] [4: fixed64 checksum]
-//               array(10) … array(18)            per-token fields, packed, 4-byte elements
-//               [99: LEN teacher_hidden_states]
+//               array(10) … array(19)            per-token fields, packed, 4-byte elements
+//               [99: LEN teacher_hidden_states]  borrowed by the encoder
 //               [100: LEN hidden_states]         borrowed by the encoder
 //   response := tag(15, LEN) length result
 //   result   := [1: varint chunk_index] [2: varint num_tokens] [3: varint duplicate]
 //               4: LEN sums  5: LEN timings      through the generated code
-//               array(10) … array(14)            per-token outputs, packed, 4-byte elements
+//               array(10) … array(16)            per-token outputs, packed, 4-byte elements
 //               [100: LEN grad_hidden_states]    borrowed by the encoder
 //   array(n) := [tag(n, LEN) length elements]    little-endian
 //
@@ -23,9 +23,11 @@
 
 #include <algorithm>
 #include <array>
+#include <initializer_list>
 #include <limits>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_format.h"
@@ -38,6 +40,7 @@ namespace lmhead {
 namespace {
 
 constexpr uint32_t kBulkMessageField = 15;  // `chunk` of the request, `result` of the response.
+constexpr uint32_t kTeacherField = 99;      // teacher_hidden_states.
 constexpr uint32_t kBulkField = 100;        // hidden_states, grad_hidden_states.
 constexpr size_t kPlaceAlignment = 64;
 
@@ -50,7 +53,7 @@ constexpr uint32_t VarintTag(uint32_t number) {
 constexpr uint32_t kGradScaleTag = MakeTag(3, WireFormatLite::WIRETYPE_FIXED32);
 constexpr uint32_t kChecksumTag = MakeTag(4, WireFormatLite::WIRETYPE_FIXED64);
 
-// Calls visit(number, name, span) for each array of a chunk but the bulk field, ascending.
+// Calls visit(number, name, span) for each array of a chunk but the borrowed ones, ascending.
 template <typename View, typename Visit>
 void ForEachHeaderArray(View& chunk, Visit visit) {
   visit(10, "targets", chunk.targets);
@@ -62,12 +65,13 @@ void ForEachHeaderArray(View& chunk, Visit visit) {
   visit(16, "advantage", chunk.advantage);
   visit(17, "topk_ids", chunk.topk_ids);
   visit(18, "topk_logprobs", chunk.topk_logprobs);
-  visit(99, "teacher_hidden_states", chunk.teacher_hidden_states);
+  visit(19, "reference_logprob", chunk.reference_logprob);
 }
 
 template <typename View, typename Visit>
 void ForEachArray(View& chunk, Visit visit) {
   ForEachHeaderArray(chunk, visit);
+  visit(kTeacherField, "teacher_hidden_states", chunk.teacher_hidden_states);
   visit(kBulkField, "hidden_states", chunk.hidden_states);
 }
 
@@ -78,6 +82,8 @@ void ForEachHeaderArray(const ResultView& result, Visit visit) {
   visit(12, "lse", result.lse);
   visit(13, "entropy", result.entropy);
   visit(14, "argmax", result.argmax);
+  visit(15, "topk_ids", result.topk_ids);
+  visit(16, "topk_logprobs", result.topk_logprobs);
 }
 
 // --- Encoding ---------------------------------------------------------------------------------
@@ -103,32 +109,70 @@ void PutScalars(Sink& sink, const ResultView& result) {
   sink.Raw(timings.data(), timings.size());
 }
 
-// Everything of a chunk or a result but the bytes of the bulk field.
+// A field whose bytes travel in a slice of their own.
+struct BorrowedField {
+  uint32_t number;
+  std::span<const std::byte> bytes;
+};
+
+// Bytes of the field's tag and length; 0 for one that is left out.
+size_t PrefixBytes(const BorrowedField& field) {
+  if (field.bytes.empty()) return 0;
+  FieldSizer sizer;
+  PutLength(sizer, field.number, field.bytes.size());
+  return sizer.bytes();
+}
+
 template <typename Sink, typename View>
-void PutAllButBulk(Sink& sink, const View& view, std::span<const std::byte> bulk) {
+void PutAllButBorrowed(Sink& sink, const View& view) {
   PutScalars(sink, view);
   ForEachHeaderArray(view, [&](uint32_t number, const char*, const auto& elements) {
     PutArrayField(sink, number, elements);
   });
-  if (!bulk.empty()) PutLength(sink, kBulkField, bulk.size());
 }
 
+// Writes `put(writer)` into a new slice of exactly `bytes`.
+template <typename Put>
+grpc::Slice WriteSlice(size_t bytes, Put put) {
+  grpc::Slice slice(bytes);
+  // The slice is new, so that nobody else sees it while it is written.
+  FieldWriter writer({const_cast<uint8_t*>(slice.begin()), slice.size()});
+  put(writer);
+  LMHEAD_CHECK(writer.room() == 0, "predicted size differs from written size");
+  return slice;
+}
+
+// `fields` are ascending, and come after everything else of the view.
 template <typename View>
-grpc::ByteBuffer EncodeBorrowed(const View& view, std::span<const std::byte> bulk,
+grpc::ByteBuffer EncodeBorrowed(const View& view, std::initializer_list<BorrowedField> fields,
                                 ReleaseBorrowed release) {
-  FieldSizer inner;
-  PutAllButBulk(inner, view, bulk);
-  const size_t inner_bytes = inner.bytes() + bulk.size();
+  FieldSizer header;
+  PutAllButBorrowed(header, view);
+  size_t inner_bytes = header.bytes();
+  for (const BorrowedField& field : fields) inner_bytes += PrefixBytes(field) + field.bytes.size();
   FieldSizer outer;
   PutLength(outer, kBulkMessageField, inner_bytes);
 
-  grpc::Slice header(outer.bytes() + inner.bytes());
-  // The slice is new, so that nobody else sees it while it is written.
-  FieldWriter writer({const_cast<uint8_t*>(header.begin()), header.size()});
-  PutLength(writer, kBulkMessageField, inner_bytes);
-  PutAllButBulk(writer, view, bulk);
-  LMHEAD_CHECK(writer.room() == 0, "predicted size differs from written size");
-  return JoinBorrowed(header, bulk, std::move(release));
+  // The first borrowed field shares the slice of what comes before it.
+  std::vector<MessagePiece> pieces;
+  const auto begin = [&](FieldWriter& writer) {
+    PutLength(writer, kBulkMessageField, inner_bytes);
+    PutAllButBorrowed(writer, view);
+  };
+  const size_t begin_bytes = outer.bytes() + header.bytes();
+  for (const BorrowedField& field : fields) {
+    if (field.bytes.empty()) continue;
+    const bool first = pieces.empty();
+    const size_t bytes = (first ? begin_bytes : 0) + PrefixBytes(field);
+    pieces.push_back({WriteSlice(bytes,
+                                 [&](FieldWriter& writer) {
+                                   if (first) begin(writer);
+                                   PutLength(writer, field.number, field.bytes.size());
+                                 }),
+                      field.bytes});
+  }
+  if (pieces.empty()) pieces.push_back({WriteSlice(begin_bytes, begin), {}});
+  return JoinBorrowed(pieces, std::move(release));
 }
 
 grpc::ByteBuffer EncodeGenerated(const google::protobuf::MessageLite& message) {
@@ -279,6 +323,7 @@ ChunkView ViewOf(const v1::Chunk& chunk) {
   view.advantage = Elements(chunk.advantage());
   view.topk_ids = Elements(chunk.topk_ids());
   view.topk_logprobs = Elements(chunk.topk_logprobs());
+  view.reference_logprob = Elements(chunk.reference_logprob());
   view.teacher_hidden_states = Elements(chunk.teacher_hidden_states());
   view.hidden_states = Elements(chunk.hidden_states());
   return view;
@@ -305,20 +350,22 @@ absl::StatusOr<DecodedChunk> PlaceChunk(const v1::Chunk& parsed, std::span<std::
   return decoded;
 }
 
-// Per-token arrays have one element a token, the top-k arrays the same number for each token,
-// matrices the same number of bytes for each.
+// Whether an array of a chunk has one element a token. The others are as wide as the recipe and the
+// heads say: of those only whole rows are asked for here.
+bool IsPerToken(uint32_t number) { return number < 17 || number == 19; }
+
 absl::Status CheckArrays(const ChunkView& chunk) {
   const auto num_tokens = static_cast<uint64_t>(chunk.num_tokens);
   absl::Status status;
   ForEachArray(chunk, [&](uint32_t number, const char* name, const auto& elements) {
-    if (number < 17 ? (elements.empty() || elements.size() == num_tokens)
-                    : elements.size() % num_tokens == 0) {
+    if (IsPerToken(number) ? (elements.empty() || elements.size() == num_tokens)
+                           : elements.size() % num_tokens == 0) {
       return;
     }
     status.Update(absl::InvalidArgumentError(
         absl::StrFormat("chunk %d: %s has %d %s, want %s num_tokens = %d", chunk.chunk_index, name,
                         elements.size(), number < 99 ? "elements" : "bytes",
-                        number < 17 ? "one for each of" : "a multiple of", num_tokens)));
+                        IsPerToken(number) ? "one for each of" : "a multiple of", num_tokens)));
   });
   if (chunk.topk_ids.size() != chunk.topk_logprobs.size()) {
     status.Update(absl::InvalidArgumentError(
@@ -357,11 +404,14 @@ absl::StatusOr<DecodedRequest> DecodeRequestGenerated(grpc::ByteBuffer* message,
       return DecodedRequest(std::move(*parsed.mutable_open()));
     case v1::ComputeLossRequest::kEnd:
       return DecodedRequest(std::move(*parsed.mutable_end()));
+    case v1::ComputeLossRequest::kReceived:
+      return DecodedRequest(std::move(*parsed.mutable_received()));
     case v1::ComputeLossRequest::kChunk:
       break;
     case v1::ComputeLossRequest::KIND_NOT_SET:
       return absl::InvalidArgumentError(absl::StrFormat(
-          "a ComputeLossRequest of %d bytes holds none of open, end and chunk", message->Length()));
+          "a ComputeLossRequest of %d bytes holds none of open, end, received and chunk",
+          message->Length()));
   }
   absl::StatusOr<DecodedChunk> decoded = PlaceChunk(parsed.chunk(), destination);
   if (!decoded.ok()) return decoded.status();
@@ -378,7 +428,7 @@ struct OutputPlace {
   std::span<std::byte> place;
   bool filled = false;
 };
-using OutputPlaces = std::array<OutputPlace, 6>;
+using OutputPlaces = std::array<OutputPlace, 8>;
 
 template <typename T>
 std::span<std::byte> TokensAt(T* start, int64_t num_tokens) {
@@ -392,6 +442,8 @@ OutputPlaces PlacesOf(const ResultDestination& to, int64_t num_tokens) {
            {12, "lse", TokensAt(to.lse, num_tokens)},
            {13, "entropy", TokensAt(to.entropy, num_tokens)},
            {14, "argmax", TokensAt(to.argmax, num_tokens)},
+           {15, "topk_ids", TokensAt(to.topk_ids, num_tokens * to.top_k)},
+           {16, "topk_logprobs", TokensAt(to.topk_logprobs, num_tokens * to.top_k)},
            {kBulkField, "grad_hidden_states", to.grad_hidden_states}}};
 }
 
@@ -516,16 +568,14 @@ absl::StatusOr<DecodedResult> PlaceResult(const v1::ChunkResult& parsed,
   if (!to.ok()) return to.status();
   OutputPlaces outputs = PlacesOf(*to, parsed.num_tokens());
   const std::array<std::span<const std::byte>, std::tuple_size_v<OutputPlaces>> arrays = {
-      std::as_bytes(Elements(parsed.token_loss())), std::as_bytes(Elements(parsed.logprob())),
-      std::as_bytes(Elements(parsed.lse())),        std::as_bytes(Elements(parsed.entropy())),
-      std::as_bytes(Elements(parsed.argmax())),     Elements(parsed.grad_hidden_states())};
+      std::as_bytes(Elements(parsed.token_loss())),    std::as_bytes(Elements(parsed.logprob())),
+      std::as_bytes(Elements(parsed.lse())),           std::as_bytes(Elements(parsed.entropy())),
+      std::as_bytes(Elements(parsed.argmax())),        std::as_bytes(Elements(parsed.topk_ids())),
+      std::as_bytes(Elements(parsed.topk_logprobs())), Elements(parsed.grad_hidden_states())};
   for (size_t i = 0; i < outputs.size(); ++i) {
     if (absl::Status status = PlaceOutput(index, arrays[i], outputs[i]); !status.ok()) {
       return status;
     }
-  }
-  if (parsed.topk_ids_size() > 0 || parsed.topk_logprobs_size() > 0) {
-    return BadResult(index, "topk_ids and topk_logprobs were not asked for");
   }
   return DecodedResult{.chunk_index = index,
                        .num_tokens = parsed.num_tokens(),
@@ -575,7 +625,9 @@ uint64_t ChunkChecksum(const ChunkView& chunk) {
 }
 
 grpc::ByteBuffer EncodeRequest(const ChunkView& chunk, ReleaseBorrowed release) {
-  return EncodeBorrowed(chunk, chunk.hidden_states, std::move(release));
+  return EncodeBorrowed(
+      chunk, {{kTeacherField, chunk.teacher_hidden_states}, {kBulkField, chunk.hidden_states}},
+      std::move(release));
 }
 
 grpc::ByteBuffer EncodeRequest(const v1::StreamOpen& open) {
@@ -590,8 +642,14 @@ grpc::ByteBuffer EncodeRequest(const v1::StreamEnd& end) {
   return EncodeGenerated(request);
 }
 
+grpc::ByteBuffer EncodeRequest(const v1::ResultReceived& received) {
+  v1::ComputeLossRequest request;
+  *request.mutable_received() = received;
+  return EncodeGenerated(request);
+}
+
 grpc::ByteBuffer EncodeResponse(const ResultView& result, ReleaseBorrowed release) {
-  return EncodeBorrowed(result, result.grad_hidden_states, std::move(release));
+  return EncodeBorrowed(result, {{kBulkField, result.grad_hidden_states}}, std::move(release));
 }
 
 grpc::ByteBuffer EncodeResponse(const v1::StreamOpened& opened) {
@@ -628,10 +686,10 @@ absl::StatusOr<DecodedRequest> DecodeRequest(grpc::ByteBuffer* message,
   return DecodeRequestGenerated(message, destination, unusual);
 }
 
-int64_t DestinationBytes(int64_t num_tokens, int64_t num_token_fields, int64_t hidden_bytes) {
+int64_t DestinationBytes(int64_t num_tokens, int64_t num_token_fields, int64_t wide_bytes) {
   constexpr auto kAlignment = static_cast<int64_t>(kPlaceAlignment);
   const int64_t field_bytes = (4 * num_tokens + kAlignment - 1) / kAlignment * kAlignment;
-  return num_token_fields * field_bytes + hidden_bytes;
+  return num_token_fields * field_bytes + wide_bytes;
 }
 
 absl::StatusOr<DecodedResponse> DecodeResponse(grpc::ByteBuffer* message,

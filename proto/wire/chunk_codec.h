@@ -1,11 +1,12 @@
 // Bytes of the ComputeLoss stream: chunks and results by hand around borrowed buffers, everything
 // else through the generated code. docs/WIRE_FORMAT.md has the grammar.
 //
-// Sending copies nothing of the bulk field: a message is one small header slice and one slice that
-// borrows the caller's memory. Receiving copies once: from gRPC's slices straight to where the
-// caller wants the elements. Bytes written equal those of the generated code for the same message.
-// Bytes read may be any valid encoding: what is not in the grammar's order goes through the
-// generated parser, with the same result, slower.
+// Sending copies nothing of the hidden states: a message is one small header slice and one slice
+// that borrows the caller's memory, and two more when it carries both sides' hidden states.
+// Receiving copies once: from gRPC's slices straight to where the caller wants the elements. Bytes
+// written equal those of the generated code for the same message. Bytes read may be any valid
+// encoding: what is not in the grammar's order goes through the generated parser, with the same
+// result, slower.
 //
 // Nothing that arrives is trusted. Every error says what was wrong and where; nothing is read or
 // written out of range; nothing is thrown. All functions are thread-safe.
@@ -46,6 +47,7 @@ struct ChunkView {
   std::span<const float> advantage;
   std::span<const int32_t> topk_ids;     // [num_tokens, top_k]
   std::span<const float> topk_logprobs;  // [num_tokens, top_k]
+  std::span<const float> reference_logprob;
   std::span<const std::byte> teacher_hidden_states;
   std::span<const std::byte> hidden_states;
 };
@@ -59,14 +61,15 @@ uint64_t ChunkChecksum(const ChunkView& chunk);
 // not block.
 using ReleaseBorrowed = absl::AnyInvocable<void() &&>;
 
-// A ComputeLossRequest with this chunk. Borrows hidden_states until `release` runs; everything else
-// is copied into the header slice.
+// A ComputeLossRequest with this chunk. Borrows hidden_states and teacher_hidden_states until
+// `release` runs; everything else is copied into the header slice.
 // REQUIRES: the view holds what DecodeRequest guarantees of a decoded chunk.
 grpc::ByteBuffer EncodeRequest(const ChunkView& chunk, ReleaseBorrowed release);
 
-// A ComputeLossRequest with `open` or `end`.
+// A ComputeLossRequest with `open`, `end` or `received`.
 grpc::ByteBuffer EncodeRequest(const v1::StreamOpen& open);
 grpc::ByteBuffer EncodeRequest(const v1::StreamEnd& end);
+grpc::ByteBuffer EncodeRequest(const v1::ResultReceived& received);
 
 // What a server received: a chunk in the caller's destination.
 struct DecodedChunk {
@@ -74,7 +77,8 @@ struct DecodedChunk {
   uint64_t actual_checksum = 0;  // Of what arrived; equals view.checksum when that was stated.
   int64_t bytes_used = 0;        // Of the destination, from its start.
 };
-using DecodedRequest = std::variant<v1::StreamOpen, v1::StreamEnd, DecodedChunk>;
+using DecodedRequest =
+    std::variant<v1::StreamOpen, v1::StreamEnd, v1::ResultReceived, DecodedChunk>;
 
 // Decodes one message and clears it: gRPC's memory is free again when this returns, also on error.
 // A chunk's arrays are gathered into `destination`, whose contents are undefined after an error.
@@ -91,9 +95,10 @@ using DecodedRequest = std::variant<v1::StreamOpen, v1::StreamEnd, DecodedChunk>
 absl::StatusOr<DecodedRequest> DecodeRequest(grpc::ByteBuffer* message,
                                              std::span<std::byte> destination);
 
-// Bytes of destination that a chunk with these fields needs: for a chunk of num_tokens rows with
-// num_token_fields arrays of 4-byte elements and hidden_bytes of hidden states.
-int64_t DestinationBytes(int64_t num_tokens, int64_t num_token_fields, int64_t hidden_bytes);
+// Bytes of destination that a chunk needs: num_tokens rows with num_token_fields arrays of 4-byte
+// elements, and wide_bytes of hidden states. Each further wide array (top-k arrays, teacher hidden
+// states) takes its bytes, rounded up to 64.
+int64_t DestinationBytes(int64_t num_tokens, int64_t num_token_fields, int64_t wide_bytes);
 
 // A result whose arrays live elsewhere (lmhead.v1.ChunkResult). An empty span is an absent field.
 struct ResultView {
@@ -108,6 +113,8 @@ struct ResultView {
   std::span<const float> lse;
   std::span<const float> entropy;
   std::span<const int32_t> argmax;
+  std::span<const int32_t> topk_ids;     // [num_tokens, top_k]
+  std::span<const float> topk_logprobs;  // [num_tokens, top_k]
   std::span<const std::byte> grad_hidden_states;
 };
 
@@ -126,6 +133,9 @@ struct ResultDestination {
   float* lse = nullptr;
   float* entropy = nullptr;
   int32_t* argmax = nullptr;
+  int32_t* topk_ids = nullptr;  // [num_tokens, top_k], like the one below.
+  float* topk_logprobs = nullptr;
+  int32_t top_k = 0;
   std::span<std::byte> grad_hidden_states;  // Exactly as many bytes as the result must carry.
 };
 

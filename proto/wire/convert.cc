@@ -1,11 +1,12 @@
 #include "proto/wire/convert.h"
 
-#include <cmath>
+#include <algorithm>
 #include <string>
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/str_format.h"
 #include "proto/types/limits.h"
+#include "proto/wire/field_checks.h"
 
 namespace lmhead {
 namespace {
@@ -25,43 +26,6 @@ static_assert(static_cast<int>(OptimizerKind::kSgd) == v1::OPTIMIZER_KIND_SGD);
 static_assert(static_cast<int>(WeightInitKind::kNone) == v1::WeightInit::KIND_UNSPECIFIED);
 static_assert(static_cast<int>(WeightInitKind::kZeros) == v1::WeightInit::KIND_ZEROS);
 static_assert(static_cast<int>(WeightInitKind::kNormal) == v1::WeightInit::KIND_NORMAL);
-
-absl::Status CheckRange(std::string_view field, int64_t value, int64_t least, int64_t most) {
-  if (value >= least && value <= most) return absl::OkStatus();
-  return absl::InvalidArgumentError(
-      absl::StrFormat("%s is %d, want %d to %d", field, value, least, most));
-}
-
-// `wanted` finishes the sentence: "in [0, 1)".
-absl::Status CheckNumber(std::string_view field, double value, bool good, std::string_view wanted) {
-  if (std::isfinite(value) && good) return absl::OkStatus();
-  return absl::InvalidArgumentError(
-      absl::StrFormat("%s is %g, want a finite number %s", field, value, wanted));
-}
-
-absl::Status CheckFraction(std::string_view field, double value) {
-  return CheckNumber(field, value, value >= 0.0 && value < 1.0, "in [0, 1)");
-}
-
-absl::Status CheckNotNegative(std::string_view field, double value) {
-  return CheckNumber(field, value, value >= 0.0, ">= 0");
-}
-
-absl::Status CheckPositive(std::string_view field, double value) {
-  return CheckNumber(field, value, value > 0.0, "> 0");
-}
-
-absl::Status Unimplemented(std::string_view field, std::string_view what) {
-  return absl::UnimplementedError(
-      absl::StrFormat("%s is set, but this server does not implement %s yet", field, what));
-}
-
-absl::Status FirstError(std::initializer_list<absl::Status> checks) {
-  for (const absl::Status& check : checks) {
-    if (!check.ok()) return check;
-  }
-  return absl::OkStatus();
-}
 
 // A constant that the chosen optimizer does not have must not be set: it would be ignored.
 absl::Status CheckUnused(std::string_view field, bool is_set, std::string_view kind) {
@@ -191,21 +155,6 @@ absl::StatusOr<WeightInit> WeightInitFromProto(const v1::WeightInit& proto) {
   }
 }
 
-absl::Status CheckClassWeights(const v1::LossRecipe& proto, int64_t vocab_size) {
-  if (proto.class_weights().empty()) return absl::OkStatus();
-  if (proto.class_weights_size() != vocab_size) {
-    return absl::InvalidArgumentError(
-        absl::StrFormat("recipe.class_weights has %d entries, want none or the head's %d",
-                        proto.class_weights_size(), vocab_size));
-  }
-  for (int i = 0; i < proto.class_weights_size(); ++i) {
-    const float weight = proto.class_weights(i);
-    if (std::isfinite(weight) && weight >= 0.0f) continue;
-    return CheckNotNegative(absl::StrFormat("recipe.class_weights[%d]", i), weight);
-  }
-  return absl::OkStatus();
-}
-
 }  // namespace
 
 absl::Status ValidateName(std::string_view what, std::string_view name) {
@@ -255,14 +204,20 @@ absl::StatusOr<HeadSpec> HeadSpecFromProto(const v1::HeadSpec& proto, NameRule n
   spec.softcap = proto.softcap();
   spec.trainable = proto.trainable();
   spec.batch_tokens = proto.batch_tokens();
+  spec.teacher_hidden_size = proto.teacher_hidden_size();
+  spec.top_k_max = proto.top_k_max();
+  spec.partition_vocab_size = proto.partition_vocab_size();
   const bool nameless = name_rule == NameRule::kMayBeEmpty && spec.name.empty();
-  if (absl::Status status =
-          FirstError({nameless ? absl::OkStatus() : ValidateName("head name", spec.name),
-                      CheckRange("vocab_size", spec.vocab_size, 1, kVocabSizeMax),
-                      CheckRange("hidden_size", spec.hidden_size, 1, kHiddenSizeMax),
-                      CheckNumber("logit_scale", spec.logit_scale, true, ""),
-                      CheckNotNegative("softcap", spec.softcap),
-                      CheckRange("batch_tokens", spec.batch_tokens, 0, kBatchTokensMax)});
+  if (absl::Status status = FirstError(
+          {nameless ? absl::OkStatus() : ValidateName("head name", spec.name),
+           CheckRange("vocab_size", spec.vocab_size, 1, kVocabSizeMax),
+           CheckRange("hidden_size", spec.hidden_size, 1, kHiddenSizeMax),
+           CheckNumber("logit_scale", spec.logit_scale, true, ""),
+           CheckNotNegative("softcap", spec.softcap),
+           CheckRange("batch_tokens", spec.batch_tokens, 0, kBatchTokensMax),
+           CheckRange("teacher_hidden_size", spec.teacher_hidden_size, 0, kHiddenSizeMax),
+           CheckRange("top_k_max", spec.top_k_max, 0, std::min<int64_t>(kTopKMax, spec.vocab_size)),
+           CheckRange("partition_vocab_size", spec.partition_vocab_size, 0, kVocabSizeMax)});
       !status.ok()) {
     return status;
   }
@@ -298,6 +253,9 @@ v1::HeadSpec HeadSpecToProto(const HeadSpec& spec) {
   proto.set_trainable(spec.trainable);
   proto.set_schedule(ScheduleToProto(spec.schedule));
   proto.set_batch_tokens(spec.batch_tokens);
+  proto.set_teacher_hidden_size(spec.teacher_hidden_size);
+  proto.set_top_k_max(spec.top_k_max);
+  proto.set_partition_vocab_size(spec.partition_vocab_size);
   v1::OptimizerSpec& optimizer = *proto.mutable_optimizer();
   optimizer.set_kind(static_cast<v1::OptimizerKind>(spec.optimizer.kind));
   optimizer.set_weight_decay(spec.optimizer.weight_decay);
@@ -315,52 +273,17 @@ v1::HeadSpec HeadSpecToProto(const HeadSpec& spec) {
   return proto;
 }
 
-absl::StatusOr<LossRecipe> LossRecipeFromProto(const v1::LossRecipe& proto, int64_t vocab_size) {
-  if (proto.has_distillation()) return Unimplemented("recipe.distillation", "distillation");
-  if (proto.has_policy()) return Unimplemented("recipe.policy", "policy objectives");
-  LossRecipe recipe;
-  if (proto.has_ignore_index()) recipe.ignore_index = proto.ignore_index();
-  recipe.label_smoothing = proto.label_smoothing();
-  recipe.z_loss = proto.z_loss();
-  recipe.temperature = proto.temperature() == 0.0f ? 1.0f : proto.temperature();
-  recipe.per_token_temperature = proto.per_token_temperature();
-  recipe.token_weights = proto.token_weights();
-  if (absl::Status status =
-          FirstError({CheckFraction("recipe.label_smoothing", recipe.label_smoothing),
-                      CheckNotNegative("recipe.z_loss", recipe.z_loss),
-                      CheckPositive("recipe.temperature", recipe.temperature),
-                      CheckClassWeights(proto, vocab_size)});
-      !status.ok()) {
+absl::StatusOr<OutputSpec> OutputSpecFromProto(const v1::OutputSpec& proto) {
+  if (absl::Status status = CheckRange("outputs.top_k", proto.top_k(), 0, kTopKMax); !status.ok()) {
     return status;
   }
-  recipe.class_weights.assign(proto.class_weights().begin(), proto.class_weights().end());
-  return recipe;
-}
-
-v1::LossRecipe LossRecipeToProto(const LossRecipe& recipe) {
-  v1::LossRecipe proto;
-  proto.set_ignore_index(recipe.ignore_index);
-  proto.set_label_smoothing(recipe.label_smoothing);
-  proto.set_z_loss(recipe.z_loss);
-  proto.mutable_class_weights()->Add(recipe.class_weights.begin(), recipe.class_weights.end());
-  proto.set_temperature(recipe.temperature);
-  proto.set_per_token_temperature(recipe.per_token_temperature);
-  proto.set_token_weights(recipe.token_weights);
-  return proto;
-}
-
-absl::StatusOr<OutputSpec> OutputSpecFromProto(const v1::OutputSpec& proto) {
-  if (proto.top_k() < 0) {
-    return absl::InvalidArgumentError(
-        absl::StrFormat("outputs.top_k is %d, want 0 or more", proto.top_k()));
-  }
-  if (proto.top_k() > 0) return Unimplemented("outputs.top_k", "top-k outputs");
   return OutputSpec{.grad_hidden_states = proto.grad_hidden_states(),
                     .token_loss = proto.token_loss(),
                     .logprob = proto.logprob(),
                     .lse = proto.lse(),
                     .entropy = proto.entropy(),
-                    .argmax = proto.argmax()};
+                    .argmax = proto.argmax(),
+                    .top_k = proto.top_k()};
 }
 
 v1::OutputSpec OutputSpecToProto(const OutputSpec& outputs) {
@@ -371,6 +294,7 @@ v1::OutputSpec OutputSpecToProto(const OutputSpec& outputs) {
   proto.set_lse(outputs.lse);
   proto.set_entropy(outputs.entropy);
   proto.set_argmax(outputs.argmax);
+  proto.set_top_k(outputs.top_k);
   return proto;
 }
 
@@ -383,7 +307,12 @@ LossSums LossSumsFromProto(const v1::LossSums& proto) {
           .weight_sum = proto.weight_sum(),
           .cross_entropy_sum = proto.cross_entropy_sum(),
           .z_loss_sum = proto.z_loss_sum(),
-          .entropy_sum = proto.entropy_sum()};
+          .entropy_sum = proto.entropy_sum(),
+          .divergence_sum = proto.divergence_sum(),
+          .policy_sum = proto.policy_sum(),
+          .dropped_teacher_mass_sum = proto.dropped_teacher_mass_sum(),
+          .num_clipped = proto.num_clipped(),
+          .old_policy_kl_sum = proto.old_policy_kl_sum()};
 }
 
 v1::LossSums LossSumsToProto(const LossSums& sums) {
@@ -397,6 +326,11 @@ v1::LossSums LossSumsToProto(const LossSums& sums) {
   proto.set_cross_entropy_sum(sums.cross_entropy_sum);
   proto.set_z_loss_sum(sums.z_loss_sum);
   proto.set_entropy_sum(sums.entropy_sum);
+  proto.set_divergence_sum(sums.divergence_sum);
+  proto.set_policy_sum(sums.policy_sum);
+  proto.set_dropped_teacher_mass_sum(sums.dropped_teacher_mass_sum);
+  proto.set_num_clipped(sums.num_clipped);
+  proto.set_old_policy_kl_sum(sums.old_policy_kl_sum);
   return proto;
 }
 

@@ -2,7 +2,8 @@
 // checked on the way in.
 //
 // …FromProto() fills in defaults and refuses what the comments forbid: INVALID_ARGUMENT naming the
-// field, what was got and what is wanted; UNIMPLEMENTED naming the field for what is not built yet.
+// field, what was got and what is wanted. Jensen-Shannon divergences with beta 0 or 1 become the KL
+// divergences that they are.
 // …ToProto() writes what …FromProto() accepts: the two are inverse on validated values.
 
 #ifndef LMHEAD_PROTO_WIRE_CONVERT_H_

@@ -1,11 +1,10 @@
 #include "proto/wire/message_io.h"
 
-#include <grpcpp/support/slice.h>
-
 #include <algorithm>
 #include <limits>
 #include <memory>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_format.h"
 
@@ -14,23 +13,33 @@ namespace {
 
 using Release = absl::AnyInvocable<void() &&>;
 
-void RunRelease(void* release) {
-  const std::unique_ptr<Release> owned(static_cast<Release*>(release));
-  std::move (*owned)();
-}
+// Runs when its last holder is gone.
+class SharedRelease {
+ public:
+  explicit SharedRelease(Release release) : release_(std::move(release)) {}
+  ~SharedRelease() { std::move(release_)(); }
+  SharedRelease(const SharedRelease&) = delete;
+  SharedRelease& operator=(const SharedRelease&) = delete;
+
+ private:
+  Release release_;
+};
+using Holder = std::shared_ptr<SharedRelease>;
+
+void DropHolder(void* holder) { delete static_cast<Holder*>(holder); }
 
 }  // namespace
 
-grpc::ByteBuffer JoinBorrowed(const grpc::Slice& header, std::span<const std::byte> bulk,
-                              Release release) {
-  if (bulk.empty()) {
-    std::move(release)();
-    return grpc::ByteBuffer(&header, 1);
+grpc::ByteBuffer JoinBorrowed(std::span<const MessagePiece> pieces, Release release) {
+  const Holder holder = std::make_shared<SharedRelease>(std::move(release));
+  std::vector<grpc::Slice> slices;
+  for (const auto& [header, borrowed] : pieces) {
+    slices.push_back(header);
+    if (borrowed.empty()) continue;
+    slices.emplace_back(const_cast<std::byte*>(borrowed.data()), borrowed.size(), &DropHolder,
+                        new Holder(holder));
   }
-  const grpc::Slice slices[] = {
-      header, grpc::Slice(const_cast<std::byte*>(bulk.data()), bulk.size(), &RunRelease,
-                          new Release(std::move(release)))};
-  return grpc::ByteBuffer(slices, std::size(slices));
+  return grpc::ByteBuffer(slices.data(), slices.size());
 }
 
 MessageReader::MessageReader(grpc::ByteBuffer* message)

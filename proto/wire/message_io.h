@@ -8,6 +8,7 @@
 #include <google/protobuf/wire_format_lite.h>
 #include <grpcpp/support/byte_buffer.h>
 #include <grpcpp/support/proto_buffer_reader.h>
+#include <grpcpp/support/slice.h>
 #include <xxhash.h>
 
 #include <bit>
@@ -110,8 +111,14 @@ void PutArrayField(Sink& sink, uint32_t number, std::span<const T> elements) {
   sink.Raw(elements.data(), elements.size_bytes());
 }
 
-// A message of two slices: `header`, owned, and `bulk`, borrowed until `release` runs.
-grpc::ByteBuffer JoinBorrowed(const grpc::Slice& header, std::span<const std::byte> bulk,
+// A piece of a message: `header`, owned, then `borrowed`, which may be empty.
+struct MessagePiece {
+  grpc::Slice header;
+  std::span<const std::byte> borrowed;
+};
+
+// A message of pieces, in order. `release` runs once nothing borrowed is held any more.
+grpc::ByteBuffer JoinBorrowed(std::span<const MessagePiece> pieces,
                               absl::AnyInvocable<void() &&> release);
 
 // XXH3-64 with seed 0 over pieces.

@@ -19,31 +19,22 @@ int64_t RoundUp(int64_t bytes) {
   return (bytes + kSlotAlignment - 1) / kSlotAlignment * kSlotAlignment;
 }
 
-// The part of a slot that a message is decoded into; the rest is for the outputs.
-std::span<std::byte> DecodeSpace(StagingSlot* slot) {
-  return {slot->data, static_cast<size_t>(slot->size_bytes - OutputBytes(kChunkTokensMax))};
-}
+// Wide arrays of a chunk and its outputs (hidden states, teacher hidden states, top-k arrays both
+// ways): together they take at most chunk_bytes_max, but each may start up to an alignment later.
+constexpr int64_t kWideArrays = 6;
 
-// Fields that a chunk carries although no recipe of this server asks for them.
-absl::Status CheckNoOtherFields(const ChunkView& view) {
-  const char* field = nullptr;
-  if (!view.logprob_grad.empty()) field = "logprob_grad";
-  if (!view.entropy_grad.empty()) field = "entropy_grad";
-  if (!view.old_logprob.empty()) field = "old_logprob";
-  if (!view.advantage.empty()) field = "advantage";
-  if (!view.topk_ids.empty()) field = "topk_ids";
-  if (!view.topk_logprobs.empty()) field = "topk_logprobs";
-  if (!view.teacher_hidden_states.empty()) field = "teacher_hidden_states";
-  if (field == nullptr) return absl::OkStatus();
-  return absl::InvalidArgumentError(absl::StrCat("chunk ", view.chunk_index, ": carries ", field,
-                                                 ", which the stream's recipe does not ask for"));
+// The part of a slot that a message is decoded into; the rest is for the outputs. The top-k ones
+// share the room of the wide arrays, which max_chunk_tokens has counted them among.
+std::span<std::byte> DecodeSpace(StagingSlot* slot) {
+  return {slot->data, static_cast<size_t>(slot->size_bytes - OutputBytes(kChunkTokensMax, 0))};
 }
 
 absl::StatusOr<StreamSpec> StreamSpecFromProto(const v1::StreamOpen& open, int64_t vocab_size) {
   StreamSpec spec = {.step = open.step(),
                      .worker = open.worker(),
                      .incarnation = open.incarnation(),
-                     .stream_index = open.stream_index()};
+                     .stream_index = open.stream_index(),
+                     .teacher_side = open.teacher_side()};
   absl::StatusOr<DType> dtype = DTypeFromProto(open.hidden_dtype(), "hidden_dtype");
   if (!dtype.ok()) return dtype.status();
   spec.hidden_dtype = *dtype;
@@ -53,12 +44,27 @@ absl::StatusOr<StreamSpec> StreamSpecFromProto(const v1::StreamOpen& open, int64
   absl::StatusOr<OutputSpec> outputs = OutputSpecFromProto(open.outputs());
   if (!outputs.ok()) return outputs.status();
   spec.outputs = *outputs;
+  // A step knows its workers; in an evaluation the name is all that joins the sides.
+  if (spec.side() != StreamSide::kWhole) {
+    if (absl::Status status = ValidateName("worker", spec.worker); !status.ok()) return status;
+  }
   return spec;
 }
 
+// The teacher that a stream's recipe names; null when it names none.
+absl::StatusOr<std::shared_ptr<Head>> FindTeacher(const HeadRegistry& heads,
+                                                  const LossRecipe& recipe) {
+  if (!recipe.has_teacher_head()) return std::shared_ptr<Head>();
+  absl::StatusOr<std::shared_ptr<Head>> teacher = heads.Find(recipe.distillation->teacher_head);
+  if (teacher.ok()) return teacher;
+  return absl::Status(teacher.status().code(), absl::StrCat("recipe.distillation.teacher_head: ",
+                                                            teacher.status().message()));
+}
+
 std::string StreamName(const v1::StreamOpen& open) {
-  if (open.step() == 0) return absl::StrCat("evaluation stream of head ", open.head());
-  return absl::StrCat("stream ", open.stream_index(), " of worker ", open.worker(), " in step ",
+  const char* const side = open.teacher_side() ? "teacher's side of " : "";
+  if (open.step() == 0) return absl::StrCat(side, "evaluation stream of head ", open.head());
+  return absl::StrCat(side, "stream ", open.stream_index(), " of worker ", open.worker(), " in step ",
                       open.step(), " of head ", open.head());
 }
 
@@ -66,14 +72,16 @@ std::string StreamName(const v1::StreamOpen& open) {
 
 int64_t StagingSlotBytes(int64_t chunk_bytes_max) {
   return RoundUp(DestinationBytes(kChunkTokensMax, kTokenFieldsMax, chunk_bytes_max)) +
-         OutputBytes(kChunkTokensMax);
+         kWideArrays * kSlotAlignment + OutputBytes(kChunkTokensMax, 0);
 }
 
 ChunkStream* ChunkStream::Start(grpc::CallbackServerContext* context,
                                 const StreamEnvironment& env) {
   std::shared_ptr<ChunkStream> stream(new ChunkStream(context, env));
   stream->self_ = stream;
-  if (absl::Status status = env.streams->Admit(stream); !status.ok()) {
+  absl::Status status = stream->call_.status();
+  if (status.ok()) status = env.streams->Admit(stream);
+  if (!status.ok()) {
     absl::MutexLock lock(&stream->mu_);
     stream->Fail(status, /*after_answers=*/false);
   }
@@ -82,7 +90,11 @@ ChunkStream* ChunkStream::Start(grpc::CallbackServerContext* context,
 }
 
 ChunkStream::ChunkStream(grpc::CallbackServerContext* context, const StreamEnvironment& env)
-    : context_(context), env_(env), stalled_after_(absl::Now() + env.stall_timeout) {}
+    : context_(context),
+      env_(env),
+      call_(env.guard->Admit(*context, "ComputeLoss")),
+      log_fields_{.request_id = call_.request_id()},
+      stalled_after_(absl::Now() + env.stall_timeout) {}
 
 ChunkStream::~ChunkStream() = default;
 
@@ -153,7 +165,7 @@ ChunkStream::Action ChunkStream::NextRead() {
   if (failure_.has_value() || reading_ != Reading::kIdle) return Action::kNone;
   if (phase_ == Phase::kChunks) {
     const size_t num_inflight = pending_.size() + (writing_ ? 1 : 0);
-    if (num_inflight >= static_cast<size_t>(env_.max_inflight_chunks)) return Action::kNone;
+    if (num_inflight >= static_cast<size_t>(window_)) return Action::kNone;
     if (read_slot_ == nullptr) {
       reading_ = Reading::kAwaitingSlot;
       return Action::kAcquireSlot;
@@ -165,11 +177,12 @@ ChunkStream::Action ChunkStream::NextRead() {
 
 ChunkStream::Action ChunkStream::StartFinish(const absl::Status& status) {
   finished_ = true;
-  final_status_ = ToGrpcStatus(status);
+  final_status_ = call_.ToGrpcStatus(status);
   if (reading_ != Reading::kStarted && read_slot_ != nullptr) {
     spare_slots_.push_back(std::exchange(read_slot_, nullptr));
   }
   if (!status.ok()) {
+    const LogScope scope(log_fields_);
     const auto level = absl::IsCancelled(status) ? spdlog::level::debug : spdlog::level::warn;
     spdlog::log(level, "{} ended: {}", name_, status.ToString());
   }
@@ -225,6 +238,8 @@ void ChunkStream::Write() {
                              .lse = chunk.lse,
                              .entropy = chunk.entropy,
                              .argmax = chunk.argmax,
+                             .topk_ids = chunk.topk_ids,
+                             .topk_logprobs = chunk.topk_logprobs,
                              .grad_hidden_states = chunk.grad_hidden_states};
     write_message_ =
         EncodeResponse(view, [pool = env_.slots, slot = outgoing_.slot] { pool->Release(slot); });
@@ -295,6 +310,13 @@ void ChunkStream::AnswerReady(uint64_t sequence, absl::StatusOr<ComputedChunk> a
 }
 
 void ChunkStream::CheckStalled(absl::Time now) {
+  std::shared_ptr<HeadStream> head_stream;
+  {
+    absl::MutexLock lock(&mu_);
+    head_stream = head_stream_;
+  }
+  // Answers streams, this one or others, so without the lock.
+  if (head_stream != nullptr) head_stream->ExpireUnpaired(now);
   {
     absl::MutexLock lock(&mu_);
     if (finished_ || now < stalled_after_) return;
@@ -391,6 +413,15 @@ void ChunkStream::OnDone() {
 
 // --- Messages ---
 
+absl::Status ChunkStream::CheckOpen(const v1::StreamOpen& open) const {
+  // A step that is open may come to its end while the server drains; an evaluation has none.
+  if (open.step() == 0) {
+    if (absl::Status status = call_.CheckTakesNew("new evaluation"); !status.ok()) return status;
+    if (open.worker().empty()) return absl::OkStatus();
+  }
+  return call_.CheckWorker(open.worker());
+}
+
 absl::Status ChunkStream::HandleOpen() {
   absl::StatusOr<DecodedRequest> request = DecodeRequest(&read_message_, {});
   const v1::StreamOpen* open = request.ok() ? std::get_if<v1::StreamOpen>(&*request) : nullptr;
@@ -399,6 +430,13 @@ absl::Status ChunkStream::HandleOpen() {
         absl::StrCat("the first message of a stream must be `open`",
                      request.ok() ? "" : absl::StrCat(": ", request.status().message())));
   }
+  {
+    absl::MutexLock lock(&mu_);
+    log_fields_.head = open->head().substr(0, kNameLengthMax);
+    log_fields_.step = open->step();
+    log_fields_.worker = open->worker().substr(0, kNameLengthMax);
+  }
+  if (absl::Status status = CheckOpen(*open); !status.ok()) return status;
   absl::StatusOr<std::shared_ptr<Head>> head = env_.heads->Find(open->head());
   if (!head.ok()) return head.status();
   absl::StatusOr<StreamSpec> spec = StreamSpecFromProto(*open, (*head)->spec().vocab_size);
@@ -410,17 +448,30 @@ absl::Status ChunkStream::HandleOpen() {
     stream->Fail(status, /*after_answers=*/false);
     stream->WakeLocked();
   };
-  absl::StatusOr<std::unique_ptr<HeadStream>> stream =
-      (*head)->OpenStream(*std::move(spec), on_abort);
+  absl::StatusOr<std::shared_ptr<Head>> teacher = FindTeacher(*env_.heads, spec->recipe);
+  if (!teacher.ok()) return teacher.status();
+  absl::StatusOr<std::shared_ptr<HeadStream>> stream =
+      (*head)->OpenStream(*std::move(spec), on_abort, *std::move(teacher));
   if (!stream.ok()) return stream.status();
+  int32_t window = env_.max_inflight_chunks;
+  if ((*stream)->side() != StreamSide::kWhole) {
+    absl::StatusOr<int32_t> reserved =
+        env_.streams->ReserveWindow(this, (*stream)->side() == StreamSide::kTeacher, window);
+    if (!reserved.ok()) {
+      (*stream)->Detach();
+      return reserved.status();
+    }
+    window = *reserved;
+  }
 
   v1::StreamOpened opened;
   opened.set_incarnation(env_.incarnation);
   opened.set_max_chunk_tokens((*stream)->max_chunk_tokens());
-  opened.set_max_inflight_chunks(env_.max_inflight_chunks);
+  opened.set_max_inflight_chunks(window);
   opened.set_schedule(ScheduleToProto((*stream)->schedule()));
   absl::MutexLock lock(&mu_);
   head_stream_ = *std::move(stream);
+  window_ = window;
   name_ = StreamName(*open);
   opened_ = EncodeResponse(opened);
   phase_ = Phase::kChunks;
@@ -437,11 +488,18 @@ absl::Status ChunkStream::HandleChunkOrEnd(HeadStream& head_stream, StagingSlot*
       env_.metrics->ObserveStage(ChunkStage::kReceive, absl::ToDoubleSeconds(absl::Now() - start));
       status = HandleChunk(head_stream, *chunk, slot);
       if (status.ok()) return status;  // The slot is the chunk's now.
+      absl::MutexLock lock(&mu_);
+      log_fields_.chunk = chunk->view.chunk_index;
     } else if (const auto* end = std::get_if<v1::StreamEnd>(&*request)) {
       status = head_stream.End(end->num_chunks());
       absl::MutexLock lock(&mu_);
       spare_slots_.push_back(slot);
       if (status.ok()) phase_ = Phase::kEnded;
+      return status;
+    } else if (const auto* received = std::get_if<v1::ResultReceived>(&*request)) {
+      status = head_stream.Received(received->chunk_index());
+      absl::MutexLock lock(&mu_);
+      spare_slots_.push_back(slot);
       return status;
     } else {
       status = absl::InvalidArgumentError("the stream is open already; got a second `open`");
@@ -456,7 +514,6 @@ absl::Status ChunkStream::HandleChunkOrEnd(HeadStream& head_stream, StagingSlot*
 absl::Status ChunkStream::HandleChunk(HeadStream& head_stream, const DecodedChunk& decoded,
                                       StagingSlot* slot) {
   const ChunkView& view = decoded.view;
-  if (absl::Status status = CheckNoOtherFields(view); !status.ok()) return status;
   const std::span<std::byte> space = {slot->data, static_cast<size_t>(slot->size_bytes)};
   ArrivedChunk chunk = {.chunk_index = view.chunk_index,
                         .num_tokens = view.num_tokens,
@@ -465,6 +522,14 @@ absl::Status ChunkStream::HandleChunk(HeadStream& head_stream, const DecodedChun
                         .targets = view.targets,
                         .token_weights = view.token_weights,
                         .token_temperature = view.token_temperature,
+                        .logprob_grad = view.logprob_grad,
+                        .entropy_grad = view.entropy_grad,
+                        .old_logprob = view.old_logprob,
+                        .advantage = view.advantage,
+                        .reference_logprob = view.reference_logprob,
+                        .teacher_topk_ids = view.topk_ids,
+                        .teacher_topk_logprobs = view.topk_logprobs,
+                        .teacher_hidden_states = view.teacher_hidden_states,
                         .output_space = space.subspan(RoundUp(decoded.bytes_used))};
   if (!view.hidden_states.empty()) {
     chunk.hidden_states =

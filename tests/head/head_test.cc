@@ -42,7 +42,7 @@ HeadSpec Spec(const std::string& name = "lm") {
 
 // A chunk with the memory that a staging slot would give it.
 struct Slot {
-  explicit Slot(int64_t num_tokens) : targets(num_tokens, 1), outputs(OutputBytes(num_tokens)) {
+  explicit Slot(int64_t num_tokens) : targets(num_tokens, 1), outputs(OutputBytes(num_tokens, 0)) {
     std::vector<float> values(num_tokens * kHidden, 0.5f);
     hidden.resize(values.size() * sizeof(float));
     std::memcpy(hidden.data(), values.data(), hidden.size());
@@ -86,11 +86,11 @@ class HeadTest : public ::testing::Test {
     };
   }
 
-  std::unique_ptr<HeadStream> Open(uint64_t step, Step::AbortListener on_abort = nullptr) {
+  std::shared_ptr<HeadStream> Open(uint64_t step, Step::AbortListener on_abort = nullptr) {
     StreamSpec spec = {.step = step, .worker = step == 0 ? "" : "w0"};
     spec.incarnation = step == 0 ? 0 : kIncarnation;
     spec.outputs.grad_hidden_states = true;
-    absl::StatusOr<std::unique_ptr<HeadStream>> stream =
+    absl::StatusOr<std::shared_ptr<HeadStream>> stream =
         head_->OpenStream(spec, std::move(on_abort));
     EXPECT_TRUE(stream.ok()) << stream.status();
     return stream.ok() ? *std::move(stream) : nullptr;
@@ -112,7 +112,7 @@ class HeadTest : public ::testing::Test {
 
   absl::Status Begin(uint64_t step) { return head_->BeginStep(step, {"w0"}, 0).status(); }
   absl::Status Feed(uint64_t step) {
-    std::unique_ptr<HeadStream> stream = Open(step);
+    std::shared_ptr<HeadStream> stream = Open(step);
     absl::StatusOr<ComputedChunk> answer = Compute(*stream, 0);
     if (!answer.ok()) return answer.status();
     return stream->End(1);
@@ -148,7 +148,7 @@ TEST_F(HeadTest, StepFromBeginToCommit) {
 
 TEST_F(HeadTest, FailedBatchPoisonsTheStepUntilItIsAborted) {
   ASSERT_TRUE(Begin(1).ok());
-  std::unique_ptr<HeadStream> stream = Open(1);
+  std::shared_ptr<HeadStream> stream = Open(1);
   faults_.batch = true;
   const absl::Status failed = Compute(*stream, 0).status();
   EXPECT_EQ(failed.code(), absl::StatusCode::kInternal);
@@ -173,14 +173,14 @@ TEST_F(HeadTest, FailedBatchPoisonsTheStepUntilItIsAborted) {
 TEST_F(HeadTest, FailedEvaluationPoisonsTheStepBesideIt) {
   ASSERT_TRUE(Begin(1).ok());
   ASSERT_TRUE(Feed(1).ok());
-  std::unique_ptr<HeadStream> evaluation = Open(0);
+  std::shared_ptr<HeadStream> evaluation = Open(0);
   faults_.batch = true;
   EXPECT_FALSE(Compute(*evaluation, 0).ok());
   EXPECT_TRUE(absl::IsAborted(Prepare(1).status()));
 }
 
 TEST_F(HeadTest, FailedEvaluationBetweenStepsIsCleanedUpByTheNextBegin) {
-  std::unique_ptr<HeadStream> evaluation = Open(0);
+  std::shared_ptr<HeadStream> evaluation = Open(0);
   faults_.batch = true;
   EXPECT_FALSE(Compute(*evaluation, 0).ok());
   faults_.batch = false;
@@ -204,7 +204,7 @@ TEST_F(HeadTest, FailedUpdatePoisonsTheHeadForGood) {
   ASSERT_TRUE(Begin(1).ok());
   ASSERT_TRUE(Feed(1).ok());
   ASSERT_TRUE(Prepare(1).ok());
-  std::unique_ptr<HeadStream> evaluation = Open(0);
+  std::shared_ptr<HeadStream> evaluation = Open(0);
   faults_.update = true;
   EXPECT_TRUE(absl::IsAborted(Commit(1).status()));
   faults_.update = false;
@@ -240,7 +240,7 @@ TEST_F(HeadTest, AbortWaitsForChunksOnTheirWay) {
   };
   ASSERT_TRUE(Begin(1).ok());
   absl::Notification told;
-  std::unique_ptr<HeadStream> stream = Open(1, [&](const absl::Status& status) {
+  std::shared_ptr<HeadStream> stream = Open(1, [&](const absl::Status& status) {
     EXPECT_TRUE(absl::IsAborted(status));
     told.Notify();
   });
@@ -269,7 +269,7 @@ TEST_F(HeadTest, DeleteWaitsForQueuedChunksAndLeavesStreamsSafe) {
     computing.Notify();
     go_on.WaitForNotification();
   };
-  std::unique_ptr<HeadStream> stream = Open(0);
+  std::shared_ptr<HeadStream> stream = Open(0);
   std::thread feeder([&] { EXPECT_TRUE(Compute(*stream, 0).ok()); });
   computing.WaitForNotification();
   std::thread deleter([&] { EXPECT_TRUE(registry_.Delete("lm", false).ok()); });

@@ -144,6 +144,13 @@ struct BadOpen {
   std::string words;
 };
 
+void AskTeacher(v1::StreamOpen* open, const std::string& teacher) {
+  v1::DistillationSpec& spec = *open->mutable_recipe()->mutable_distillation();
+  spec.set_divergence(v1::DistillationSpec::DIVERGENCE_FORWARD_KL);
+  spec.set_teacher_head(teacher);
+  spec.set_teacher_hidden_dtype(v1::DTYPE_FLOAT32);
+}
+
 class BadOpenTest : public BadInputTest, public ::testing::WithParamInterface<BadOpen> {};
 
 TEST_P(BadOpenTest, IsRefused) {
@@ -173,12 +180,25 @@ INSTANTIATE_TEST_SUITE_P(
         BadOpen{"StreamIndexTooLarge",
                 [](v1::StreamOpen* o) { o->set_stream_index(kStreamsPerWorkerMax); }, kInvalid,
                 "stream_index"},
-        BadOpen{"Distillation",
+        BadOpen{"TeacherUnknown", [](v1::StreamOpen* o) { AskTeacher(o, "nobody"); },
+                grpc::StatusCode::NOT_FOUND, "recipe.distillation.teacher_head"},
+        BadOpen{"TeacherItself", [](v1::StreamOpen* o) { AskTeacher(o, "lm"); }, kInvalid,
+                "the head itself"},
+        BadOpen{"TeacherSideAlone",
                 [](v1::StreamOpen* o) {
-                  o->mutable_recipe()->mutable_distillation()->set_divergence(
-                      v1::DistillationSpec::DIVERGENCE_FORWARD_KL);
+                  o->set_teacher_side(true);
+                  o->clear_outputs();
                 },
-                grpc::StatusCode::UNIMPLEMENTED, "distillation"},
+                kInvalid, "teacher_side"},
+        BadOpen{"TopKBeyondTheHead", [](v1::StreamOpen* o) { o->mutable_outputs()->set_top_k(5); },
+                kInvalid, "outputs.top_k is 5, but head lm has room for 0"},
+        BadOpen{"TwoObjectives",
+                [](v1::StreamOpen* o) {
+                  AskTeacher(o, "nobody");
+                  o->mutable_recipe()->mutable_policy()->set_kind(
+                      v1::PolicySpec::KIND_COEFFICIENTS);
+                },
+                kInvalid, "recipe.distillation and recipe.policy are both set"},
         BadOpen{"BadSmoothing",
                 [](v1::StreamOpen* o) { o->mutable_recipe()->set_label_smoothing(2.0f); }, kInvalid,
                 "label_smoothing"}),

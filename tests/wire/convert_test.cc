@@ -65,6 +65,9 @@ TEST(HeadSpec, ConversionsAreInverse) {
   adamw.set_softcap(30.0f);
   adamw.set_schedule(v1::SCHEDULE_RECOMPUTE);
   adamw.set_batch_tokens(512);
+  adamw.set_teacher_hidden_size(96);
+  adamw.set_top_k_max(20);
+  adamw.set_partition_vocab_size(2048);
   adamw.mutable_optimizer()->set_beta1(0.0);
   adamw.mutable_optimizer()->set_weight_decay(0.1);
   adamw.mutable_optimizer()->set_decay_bias(true);
@@ -180,6 +183,16 @@ INSTANTIATE_TEST_SUITE_P(
                 }},
         BadHead{"schedule is 9",
                 [](v1::HeadSpec* s) { s->set_schedule(static_cast<v1::Schedule>(9)); }},
+        BadHead{"teacher_hidden_size is -1",
+                [](v1::HeadSpec* s) { s->set_teacher_hidden_size(-1); }},
+        BadHead{"top_k_max is 1025", [](v1::HeadSpec* s) { s->set_top_k_max(1025); }},
+        BadHead{"top_k_max is 4, want 0 to 3",
+                [](v1::HeadSpec* s) {
+                  s->set_vocab_size(3);
+                  s->set_top_k_max(4);
+                }},
+        BadHead{"partition_vocab_size is -1",
+                [](v1::HeadSpec* s) { s->set_partition_vocab_size(-1); }},
         BadHead{"weight_init.std is 0",
                 [](v1::HeadSpec* s) {
                   s->mutable_weight_init()->set_kind(v1::WeightInit::KIND_NORMAL);
@@ -242,17 +255,206 @@ TEST(LossRecipe, RulesAreChecked) {
   }
 }
 
-TEST(LossRecipe, WhatIsNotBuiltYetIsNamed) {
-  v1::LossRecipe distillation;
-  distillation.mutable_distillation();
-  v1::LossRecipe policy;
-  policy.mutable_policy();
-  const absl::Status first = LossRecipeFromProto(distillation, 3).status();
-  const absl::Status second = LossRecipeFromProto(policy, 3).status();
-  EXPECT_TRUE(absl::IsUnimplemented(first));
-  EXPECT_THAT(std::string(first.message()), HasSubstr("recipe.distillation"));
-  EXPECT_TRUE(absl::IsUnimplemented(second));
-  EXPECT_THAT(std::string(second.message()), HasSubstr("recipe.policy"));
+LossRecipe DistillationRecipe(const DistillationSpec& spec) {
+  LossRecipe recipe;
+  recipe.distillation = spec;
+  return recipe;
+}
+
+LossRecipe PolicyRecipe(const PolicySpec& spec) {
+  LossRecipe recipe;
+  recipe.policy = spec;
+  return recipe;
+}
+
+TEST(LossRecipe, ConversionsOfObjectivesAreInverse) {
+  const DistillationSpec jsd{.divergence = Divergence::kJsd,
+                             .teacher_head = "teacher",
+                             .kl_temperature = 2.0f,
+                             .scale_by_temperature_squared = true,
+                             .jsd_beta = 0.3f,
+                             .cross_entropy_weight = 0.25f,
+                             .divergence_weight = 0.75f,
+                             .teacher_hidden_dtype = DType::kBFloat16,
+                             .paired_stream = true,
+                             .vocabulary = TeacherVocabulary::kCommon};
+  const DistillationSpec topk{
+      .divergence = Divergence::kTopkForwardKl, .top_k = 7, .topk_mass = TopkMass::kTail};
+  const PolicySpec coefficients{.kind = PolicyKind::kCoefficients};
+  const PolicySpec clipped{.kind = PolicyKind::kClipped,
+                           .clip_low = 0.2f,
+                           .clip_high = 0.28f,
+                           .entropy_coefficient = 0.01f,
+                           .reference_kl_coefficient = 0.001f,
+                           .dual_clip = 3.0f};
+  for (const LossRecipe& recipe : {DistillationRecipe(jsd), DistillationRecipe(topk),
+                                   PolicyRecipe(coefficients), PolicyRecipe(clipped)}) {
+    const auto again = LossRecipeFromProto(LossRecipeToProto(recipe), 30);
+    ASSERT_TRUE(again.ok()) << again.status();
+    EXPECT_EQ(*again, recipe);
+  }
+}
+
+v1::LossRecipe GoodDistillation() {
+  v1::LossRecipe recipe;
+  v1::DistillationSpec& spec = *recipe.mutable_distillation();
+  spec.set_divergence(v1::DistillationSpec::DIVERGENCE_FORWARD_KL);
+  spec.set_teacher_head("teacher");
+  spec.set_teacher_hidden_dtype(v1::DTYPE_FLOAT32);
+  return recipe;
+}
+
+v1::LossRecipe GoodTopk() {
+  v1::LossRecipe recipe;
+  v1::DistillationSpec& spec = *recipe.mutable_distillation();
+  spec.set_divergence(v1::DistillationSpec::DIVERGENCE_TOPK_FORWARD_KL);
+  spec.set_top_k(4);
+  spec.set_topk_mass(v1::DistillationSpec::TOPK_MASS_KEEP);
+  return recipe;
+}
+
+v1::LossRecipe GoodClipped() {
+  v1::LossRecipe recipe;
+  recipe.mutable_policy()->set_kind(v1::PolicySpec::KIND_CLIPPED);
+  return recipe;
+}
+
+v1::LossRecipe GoodCoefficients() {
+  v1::LossRecipe recipe;
+  recipe.mutable_policy()->set_kind(v1::PolicySpec::KIND_COEFFICIENTS);
+  return recipe;
+}
+
+TEST(LossRecipe, DistillationDefaultsAreFilledIn) {
+  const auto recipe = LossRecipeFromProto(GoodDistillation(), 3);
+  ASSERT_TRUE(recipe.ok()) << recipe.status();
+  EXPECT_EQ(recipe->distillation->kl_temperature, 1.0f);
+  EXPECT_EQ(recipe->distillation->divergence_weight, 1.0f);
+  EXPECT_EQ(recipe->distillation->cross_entropy_weight, 0.0f);
+}
+
+TEST(LossRecipe, JsdAtItsEndsIsTheKlItIs) {
+  for (const auto& [beta, divergence] :
+       {std::pair(0.0f, Divergence::kForwardKl), std::pair(1.0f, Divergence::kReverseKl),
+        std::pair(0.5f, Divergence::kJsd)}) {
+    v1::LossRecipe proto = GoodDistillation();
+    proto.mutable_distillation()->set_divergence(v1::DistillationSpec::DIVERGENCE_JSD);
+    proto.mutable_distillation()->set_jsd_beta(beta);
+    const auto recipe = LossRecipeFromProto(proto, 3);
+    ASSERT_TRUE(recipe.ok()) << recipe.status();
+    EXPECT_EQ(recipe->distillation->divergence, divergence);
+    EXPECT_EQ(recipe->distillation->jsd_beta, beta == 0.5f ? 0.5f : 0.0f);
+  }
+}
+
+TEST(LossRecipe, OptionsThatMakeNoSenseTogetherAreRefused) {
+  using Spec = v1::DistillationSpec;
+  struct Case {
+    const char* says;
+    v1::LossRecipe (*good)();
+    void (*change)(v1::LossRecipe*);
+  };
+  const Case cases[] = {
+      {"recipe.distillation and recipe.policy are both set", GoodTopk,
+       [](v1::LossRecipe* r) { *r->mutable_policy() = GoodClipped().policy(); }},
+      {"recipe.label_smoothing is set, but a policy", GoodClipped,
+       [](v1::LossRecipe* r) { r->set_label_smoothing(0.1f); }},
+      {"recipe.z_loss is set, but a policy", GoodCoefficients,
+       [](v1::LossRecipe* r) { r->set_z_loss(0.1f); }},
+      {"recipe.class_weights is set, but the cross-entropy term has weight 0", GoodTopk,
+       [](v1::LossRecipe* r) { r->mutable_class_weights()->Resize(3, 1.0f); }},
+      {"recipe.z_loss is set, but the cross-entropy term has weight 0", GoodDistillation,
+       [](v1::LossRecipe* r) { r->set_z_loss(0.1f); }},
+      {"divergence is 0", GoodDistillation,
+       [](v1::LossRecipe* r) { r->mutable_distillation()->clear_divergence(); }},
+      {"divergence is 9", GoodDistillation,
+       [](v1::LossRecipe* r) {
+         r->mutable_distillation()->set_divergence(static_cast<Spec::Divergence>(9));
+       }},
+      {"vocabulary is 9", GoodDistillation,
+       [](v1::LossRecipe* r) {
+         r->mutable_distillation()->set_vocabulary(static_cast<Spec::Vocabulary>(9));
+       }},
+      {"topk_mass is 9", GoodTopk,
+       [](v1::LossRecipe* r) {
+         r->mutable_distillation()->set_topk_mass(static_cast<Spec::TopkMass>(9));
+       }},
+      {"cross_entropy_weight is -1", GoodDistillation,
+       [](v1::LossRecipe* r) { r->mutable_distillation()->set_cross_entropy_weight(-1.0f); }},
+      {"divergence_weight is -2", GoodDistillation,
+       [](v1::LossRecipe* r) { r->mutable_distillation()->set_divergence_weight(-2.0f); }},
+      {"divergence_weight is nan", GoodDistillation,
+       [](v1::LossRecipe* r) { r->mutable_distillation()->set_divergence_weight(kNan); }},
+      {"kl_temperature is -1", GoodDistillation,
+       [](v1::LossRecipe* r) { r->mutable_distillation()->set_kl_temperature(-1.0f); }},
+      {"kl_temperature is inf", GoodTopk,
+       [](v1::LossRecipe* r) { r->mutable_distillation()->set_kl_temperature(kInfinity); }},
+      {"jsd_beta is 1.5", GoodDistillation,
+       [](v1::LossRecipe* r) {
+         r->mutable_distillation()->set_divergence(Spec::DIVERGENCE_JSD);
+         r->mutable_distillation()->set_jsd_beta(1.5f);
+       }},
+      {"jsd_beta is set, but only DIVERGENCE_JSD", GoodDistillation,
+       [](v1::LossRecipe* r) { r->mutable_distillation()->set_jsd_beta(0.5f); }},
+      {"top_k is set, but only DIVERGENCE_TOPK_FORWARD_KL", GoodDistillation,
+       [](v1::LossRecipe* r) { r->mutable_distillation()->set_top_k(4); }},
+      {"topk_mass is set, but only DIVERGENCE_TOPK_FORWARD_KL", GoodDistillation,
+       [](v1::LossRecipe* r) { r->mutable_distillation()->set_topk_mass(Spec::TOPK_MASS_TAIL); }},
+      {"top_k is 0, want 1 to 1024", GoodTopk,
+       [](v1::LossRecipe* r) { r->mutable_distillation()->clear_top_k(); }},
+      {"top_k is 1025, want 1 to 1024", GoodTopk,
+       [](v1::LossRecipe* r) { r->mutable_distillation()->set_top_k(1025); }},
+      {"topk_mass is not stated", GoodTopk,
+       [](v1::LossRecipe* r) { r->mutable_distillation()->clear_topk_mass(); }},
+      {"teacher_head is empty", GoodDistillation,
+       [](v1::LossRecipe* r) { r->mutable_distillation()->clear_teacher_head(); }},
+      {"teacher_head has byte 0x20", GoodDistillation,
+       [](v1::LossRecipe* r) { r->mutable_distillation()->set_teacher_head("a b"); }},
+      {"teacher_head is set, but the teacher of DIVERGENCE_TOPK", GoodTopk,
+       [](v1::LossRecipe* r) { r->mutable_distillation()->set_teacher_head("teacher"); }},
+      {"teacher_hidden_dtype is not stated", GoodDistillation,
+       [](v1::LossRecipe* r) { r->mutable_distillation()->clear_teacher_hidden_dtype(); }},
+      {"teacher_hidden_dtype is set, but the teacher of", GoodTopk,
+       [](v1::LossRecipe* r) {
+         r->mutable_distillation()->set_teacher_hidden_dtype(v1::DTYPE_FLOAT32);
+       }},
+      {"paired_stream is set, but the teacher of", GoodTopk,
+       [](v1::LossRecipe* r) { r->mutable_distillation()->set_paired_stream(true); }},
+      {"vocabulary is set, but the teacher of", GoodTopk,
+       [](v1::LossRecipe* r) { r->mutable_distillation()->set_vocabulary(Spec::VOCABULARY_PAD); }},
+      {"recipe.policy.kind is 0", GoodClipped,
+       [](v1::LossRecipe* r) { r->mutable_policy()->clear_kind(); }},
+      {"clip_low is set, but only KIND_CLIPPED", GoodCoefficients,
+       [](v1::LossRecipe* r) { r->mutable_policy()->set_clip_low(0.2f); }},
+      {"clip_high is set, but only KIND_CLIPPED", GoodCoefficients,
+       [](v1::LossRecipe* r) { r->mutable_policy()->set_clip_high(0.2f); }},
+      {"entropy_coefficient is set, but only KIND_CLIPPED", GoodCoefficients,
+       [](v1::LossRecipe* r) { r->mutable_policy()->set_entropy_coefficient(0.2f); }},
+      {"reference_kl_coefficient is set, but only KIND_CLIPPED", GoodCoefficients,
+       [](v1::LossRecipe* r) { r->mutable_policy()->set_reference_kl_coefficient(0.2f); }},
+      {"dual_clip is set, but only KIND_CLIPPED", GoodCoefficients,
+       [](v1::LossRecipe* r) { r->mutable_policy()->set_dual_clip(3.0f); }},
+      {"clip_low is 1, want a finite number in [0, 1)", GoodClipped,
+       [](v1::LossRecipe* r) { r->mutable_policy()->set_clip_low(1.0f); }},
+      {"clip_high is -0.5", GoodClipped,
+       [](v1::LossRecipe* r) { r->mutable_policy()->set_clip_high(-0.5f); }},
+      {"dual_clip is 1, want a finite number > 1", GoodClipped,
+       [](v1::LossRecipe* r) { r->mutable_policy()->set_dual_clip(1.0f); }},
+      {"dual_clip is -3", GoodClipped,
+       [](v1::LossRecipe* r) { r->mutable_policy()->set_dual_clip(-3.0f); }},
+      {"entropy_coefficient is nan", GoodClipped,
+       [](v1::LossRecipe* r) { r->mutable_policy()->set_entropy_coefficient(kNan); }},
+      {"reference_kl_coefficient is -1", GoodClipped,
+       [](v1::LossRecipe* r) { r->mutable_policy()->set_reference_kl_coefficient(-1.0f); }},
+  };
+  for (const Case& test : cases) {
+    v1::LossRecipe recipe = test.good();
+    ASSERT_TRUE(LossRecipeFromProto(recipe, 3).ok());
+    test.change(&recipe);
+    const absl::Status status = LossRecipeFromProto(recipe, 3).status();
+    EXPECT_TRUE(absl::IsInvalidArgument(status)) << test.says << ": " << status;
+    EXPECT_THAT(std::string(status.message()), HasSubstr(test.says));
+  }
 }
 
 TEST(OutputSpec, ConversionsAreInverse) {
@@ -262,21 +464,22 @@ TEST(OutputSpec, ConversionsAreInverse) {
                              .logprob = (bits & 4) != 0,
                              .lse = (bits & 8) != 0,
                              .entropy = (bits & 16) != 0,
-                             .argmax = (bits & 32) != 0};
+                             .argmax = (bits & 32) != 0,
+                             .top_k = bits};
     const auto again = OutputSpecFromProto(OutputSpecToProto(outputs));
     ASSERT_TRUE(again.ok()) << again.status();
     EXPECT_EQ(*again, outputs);
   }
 }
 
-TEST(OutputSpec, TopKIsNotBuiltYet) {
+TEST(OutputSpec, TopKIsBounded) {
   v1::OutputSpec outputs;
-  outputs.set_top_k(5);
-  const absl::Status status = OutputSpecFromProto(outputs).status();
-  EXPECT_TRUE(absl::IsUnimplemented(status)) << status;
-  EXPECT_THAT(std::string(status.message()), HasSubstr("outputs.top_k"));
-  outputs.set_top_k(-1);
-  EXPECT_TRUE(absl::IsInvalidArgument(OutputSpecFromProto(outputs).status()));
+  for (const int32_t top_k : {-1, 1025}) {
+    outputs.set_top_k(top_k);
+    const absl::Status status = OutputSpecFromProto(outputs).status();
+    EXPECT_TRUE(absl::IsInvalidArgument(status)) << status;
+    EXPECT_THAT(std::string(status.message()), HasSubstr("outputs.top_k"));
+  }
 }
 
 TEST(LossSums, ConversionsAreInverse) {
@@ -288,7 +491,12 @@ TEST(LossSums, ConversionsAreInverse) {
                       .weight_sum = 6.5,
                       .cross_entropy_sum = 7.5,
                       .z_loss_sum = 8.5,
-                      .entropy_sum = 9.5};
+                      .entropy_sum = 9.5,
+                      .divergence_sum = 10.5,
+                      .policy_sum = -11.5,
+                      .dropped_teacher_mass_sum = 12.5,
+                      .num_clipped = 13,
+                      .old_policy_kl_sum = 14.5};
   EXPECT_EQ(LossSumsFromProto(LossSumsToProto(sums)), sums);
 }
 

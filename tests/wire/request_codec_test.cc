@@ -32,6 +32,9 @@ std::string Reencoded(const DecodedRequest& decoded) {
   v1::ComputeLossRequest request;
   if (const auto* open = std::get_if<v1::StreamOpen>(&decoded)) *request.mutable_open() = *open;
   if (const auto* end = std::get_if<v1::StreamEnd>(&decoded)) *request.mutable_end() = *end;
+  if (const auto* received = std::get_if<v1::ResultReceived>(&decoded)) {
+    *request.mutable_received() = *received;
+  }
   return request.SerializeAsString();
 }
 
@@ -265,7 +268,7 @@ std::optional<std::string> Oracle(const std::string& bytes) {
   for (const size_t size :
        {view.targets.size(), view.token_weights.size(), view.token_temperature.size(),
         view.logprob_grad.size(), view.entropy_grad.size(), view.old_logprob.size(),
-        view.advantage.size()}) {
+        view.advantage.size(), view.reference_logprob.size()}) {
     if (size != 0 && size != tokens) return std::nullopt;
   }
   for (const size_t size : {view.topk_ids.size(), view.topk_logprobs.size(),
@@ -379,7 +382,7 @@ TEST(RequestDecoding, SaysWhereAMessageBreaks) {
   EXPECT_THAT(std::string(Decode(longer, destination).status().message()),
               AllOf(HasSubstr("hidden_states"), HasSubstr("25 bytes are stated, 24 are left")));
   EXPECT_THAT(std::string(Decode("", destination).status().message()),
-              HasSubstr("none of open, end and chunk"));
+              HasSubstr("none of open, end, received and chunk"));
 }
 
 TEST(RequestDecoding, RefusesWhatDoesNotFitTheDestination) {

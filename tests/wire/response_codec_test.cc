@@ -15,6 +15,7 @@ using ::testing::AllOf;
 using ::testing::HasSubstr;
 
 constexpr size_t kRowBytes = 6;
+constexpr int32_t kTopK = 3;
 
 // A result with any subset of the outputs.
 v1::ChunkResult RandomResult(Random& random, int64_t num_tokens) {
@@ -27,6 +28,11 @@ v1::ChunkResult RandomResult(Random& random, int64_t num_tokens) {
   sums.set_num_tokens(num_tokens);
   if (Coin(random)) sums.set_num_valid_tokens(num_tokens);
   if (Coin(random)) sums.set_entropy_sum(0.1);
+  if (Coin(random)) sums.set_divergence_sum(0.2);
+  if (Coin(random)) sums.set_policy_sum(-0.3);
+  if (Coin(random)) sums.set_dropped_teacher_mass_sum(0.4);
+  if (Coin(random)) sums.set_num_clipped(num_tokens);
+  if (Coin(random)) sums.set_old_policy_kl_sum(0.5);
   result.mutable_timings();
   if (Coin(random)) result.mutable_timings()->set_compute_seconds(1.5e-3);
   if (Coin(random)) AddElements(random, num_tokens, result.mutable_token_loss());
@@ -34,6 +40,10 @@ v1::ChunkResult RandomResult(Random& random, int64_t num_tokens) {
   if (Coin(random)) AddElements(random, num_tokens, result.mutable_lse());
   if (Coin(random)) AddElements(random, num_tokens, result.mutable_entropy());
   if (Coin(random)) AddElements(random, num_tokens, result.mutable_argmax());
+  if (Coin(random)) {
+    AddElements(random, kTopK * num_tokens, result.mutable_topk_ids());
+    AddElements(random, kTopK * num_tokens, result.mutable_topk_logprobs());
+  }
   if (Coin(random)) {
     result.set_grad_hidden_states(
         RandomBytes(random, num_tokens * static_cast<int64_t>(kRowBytes)));
@@ -56,6 +66,8 @@ ResultView ViewOfMessage(const v1::ChunkResult& result) {
   view.lse = elements(result.lse());
   view.entropy = elements(result.entropy());
   view.argmax = elements(result.argmax());
+  view.topk_ids = elements(result.topk_ids());
+  view.topk_logprobs = elements(result.topk_logprobs());
   view.grad_hidden_states = std::as_bytes(std::span(result.grad_hidden_states()));
   return view;
 }
@@ -77,6 +89,8 @@ class Places {
         lse_(Make<float>(shape.lse_size())),
         entropy_(Make<float>(shape.entropy_size())),
         argmax_(Make<int32_t>(shape.argmax_size())),
+        topk_ids_(Make<int32_t>(shape.topk_ids_size())),
+        topk_logprobs_(Make<float>(shape.topk_logprobs_size())),
         grad_(shape.grad_hidden_states().size()) {}
 
   absl::StatusOr<ResultDestination> Find(uint64_t chunk_index, int64_t num_tokens) {
@@ -88,6 +102,9 @@ class Places {
                              .lse = lse_.get(),
                              .entropy = entropy_.get(),
                              .argmax = argmax_.get(),
+                             .topk_ids = topk_ids_.get(),
+                             .topk_logprobs = topk_logprobs_.get(),
+                             .top_k = kTopK,
                              .grad_hidden_states = grad_};
   }
 
@@ -104,6 +121,8 @@ class Places {
     Add(lse_.get(), result.mutable_lse());
     Add(entropy_.get(), result.mutable_entropy());
     Add(argmax_.get(), result.mutable_argmax());
+    Add(topk_ids_.get(), result.mutable_topk_ids(), kTopK);
+    Add(topk_logprobs_.get(), result.mutable_topk_logprobs(), kTopK);
     result.mutable_grad_hidden_states()->assign(reinterpret_cast<const char*>(grad_.data()),
                                                 grad_.size());
     return result;
@@ -115,14 +134,16 @@ class Places {
     return count == 0 ? nullptr : std::make_unique<T[]>(static_cast<size_t>(count));
   }
   template <typename T>
-  void Add(const T* elements, google::protobuf::RepeatedField<T>* field) const {
-    if (elements != nullptr) field->Add(elements, elements + num_tokens_);
+  void Add(const T* elements, google::protobuf::RepeatedField<T>* field,
+           int64_t per_token = 1) const {
+    if (elements != nullptr) field->Add(elements, elements + per_token * num_tokens_);
   }
 
   uint64_t index_;
   int64_t num_tokens_;
   std::unique_ptr<float[]> token_loss_, logprob_, lse_, entropy_;
-  std::unique_ptr<int32_t[]> argmax_;
+  std::unique_ptr<int32_t[]> argmax_, topk_ids_;
+  std::unique_ptr<float[]> topk_logprobs_;
   std::vector<std::byte> grad_;
 };
 
@@ -252,7 +273,8 @@ TEST(ResponseDecoding, RefusesWhatWasNotAskedForAndWhatIsMissing) {
       {[](v1::ChunkResult* r) { r->clear_grad_hidden_states(); }, "grad_hidden_states is missing"},
       {[](v1::ChunkResult* r) { r->set_grad_hidden_states("12"); },
        "grad_hidden_states has 2 bytes, want 12"},
-      {[](v1::ChunkResult* r) { r->add_topk_logprobs(1); }, "were not asked for"},
+      {[](v1::ChunkResult* r) { r->add_topk_logprobs(1); },
+       "topk_logprobs of 4 bytes was not asked for"},
   };
   for (const Case& test : cases) {
     v1::ChunkResult result = SmallResult();

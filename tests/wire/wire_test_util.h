@@ -101,6 +101,7 @@ inline v1::Chunk RandomChunk(Random& random, int64_t num_tokens, int64_t row_byt
     AddElements(random, 3 * num_tokens, chunk.mutable_topk_ids());
     AddElements(random, 3 * num_tokens, chunk.mutable_topk_logprobs());
   }
+  if (Coin(random)) AddElements(random, num_tokens, chunk.mutable_reference_logprob());
   if (Coin(random)) {
     chunk.set_teacher_hidden_states(RandomBytes(random, 2 * row_bytes * num_tokens));
   }
@@ -127,6 +128,7 @@ inline ChunkView ViewOfMessage(const v1::Chunk& chunk) {
   view.advantage = elements(chunk.advantage());
   view.topk_ids = elements(chunk.topk_ids());
   view.topk_logprobs = elements(chunk.topk_logprobs());
+  view.reference_logprob = elements(chunk.reference_logprob());
   view.teacher_hidden_states = std::as_bytes(std::span(chunk.teacher_hidden_states()));
   view.hidden_states = std::as_bytes(std::span(chunk.hidden_states()));
   return view;
@@ -151,6 +153,7 @@ inline v1::Chunk MessageOf(const ChunkView& view) {
   add(view.advantage, chunk.mutable_advantage());
   add(view.topk_ids, chunk.mutable_topk_ids());
   add(view.topk_logprobs, chunk.mutable_topk_logprobs());
+  add(view.reference_logprob, chunk.mutable_reference_logprob());
   chunk.mutable_teacher_hidden_states()->assign(
       reinterpret_cast<const char*>(view.teacher_hidden_states.data()),
       view.teacher_hidden_states.size());
