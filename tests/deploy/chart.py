@@ -50,3 +50,8 @@ def pod_templates(objects):
 def containers(objects):
     for _, template in pod_templates(objects):
         yield from template["spec"].get("initContainers", []) + template["spec"]["containers"]
+
+
+def servers(objects):
+    """Those that trainers address and the kubelet probes; a follower has no ports."""
+    return [container for container in containers(objects) if container["args"][0] == "serve"]

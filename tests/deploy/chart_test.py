@@ -72,7 +72,7 @@ class EachValueSet:
             self.assertFalse(container["image"].endswith(":latest"))
 
     def test_probes_ask_ports_that_are_there(self):
-        for container in chart.containers(self.objects):
+        for container in chart.servers(self.objects):
             ports = {port["containerPort"] for port in container["ports"]}
             for kind, service in (("startupProbe", "readiness"), ("readinessProbe", "readiness"), ("livenessProbe", "liveness")):
                 self.assertEqual(service, container[kind]["grpc"]["service"])
@@ -84,12 +84,15 @@ class EachValueSet:
             volumes = [v["name"] for v in template["spec"]["volumes"]]
             volumes += [c["metadata"]["name"] for c in spec.get("volumeClaimTemplates", [])]
             mounts = [m["name"] for c in template["spec"]["containers"] for m in c["volumeMounts"]]
-            self.assertEqual(sorted(volumes), sorted(mounts))
+            self.assertEqual(len(mounts), len(set(mounts)))
+            # A claim that only the leader of a group uses is there for its followers, too.
+            self.assertIn(set(volumes) - set(mounts), (set(), {"checkpoints"}))
+            self.assertLessEqual(set(mounts), set(volumes))
             self.assertIn({"name": "shm", "mountPath": "/dev/shm"}, template["spec"]["containers"][0]["volumeMounts"])
 
     def test_selectors_and_ports_find_the_pods(self):
         templates = [template for _, template in chart.pod_templates(self.objects)]
-        port_names = {port["name"] for c in chart.containers(self.objects) for port in c["ports"]}
+        port_names = {port["name"] for c in chart.servers(self.objects) for port in c["ports"]}
         for o in self.objects:
             spec = o.get("spec", {})
             selector = {"StatefulSet": lambda: spec["selector"]["matchLabels"], "Service": lambda: spec["selector"],
@@ -124,6 +127,8 @@ class EachValueSet:
     def test_the_pod_outlives_its_drain(self):
         for _, template in chart.pod_templates(self.objects):
             for container in template["spec"]["containers"]:
+                if container["args"][0] != "serve":
+                    continue  # A follower ends with its leader.
                 drain = [a for a in container["args"] if re.match(r"--(shutdown|drain)_timeout_seconds=", a)]
                 self.assertEqual(1, len(drain))
                 self.assertLessEqual(int(drain[0].split("=")[1]) + 15, template["spec"]["terminationGracePeriodSeconds"])
@@ -266,6 +271,11 @@ class Values(unittest.TestCase):
         self.assertIn("--backend=cpu", pod["containers"][0]["args"])
         self.assertNotIn("tolerations", pod)
 
+    def test_several_gpus_are_ranks(self):
+        pod = chart.of_kind(self.render({"gpu": {"count": 4}}), "StatefulSet")[0]["spec"]["template"]["spec"]
+        self.assertEqual(4, pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"])
+        self.assertIn("--devices=0,1,2,3", pod["containers"][0]["args"])
+
     def test_names_are_stable(self):
         """A trainer has the pod's name in its settings, so neither a version nor another value may change it."""
         first = chart.of_kind(self.render({}, name="prod"), "StatefulSet")[0]
@@ -285,6 +295,62 @@ class Values(unittest.TestCase):
         rules = [r for g in chart.of_kind(objects, "PrometheusRule")[0]["spec"]["groups"] for r in g["rules"] if "alert" in r]
         for rule in rules:
             self.assertRegex(rule["annotations"]["runbook_url"], r"^https://git\.example/x/docs/OPERATING\.md#\w+$")
+
+
+class Hosts(unittest.TestCase):
+    """The LeaderWorkerSet: no schema comes with Kubernetes, so what its API says is checked here."""
+
+    def setUp(self):
+        self.objects = chart.rendered(chart.CHART / "ci/four-hosts.yaml")
+        self.set = chart.of_kind(self.objects, "LeaderWorkerSet")[0]
+        self.template = self.set["spec"]["leaderWorkerTemplate"]
+
+    def test_fields_are_the_api_s(self):
+        self.assertEqual("leaderworkerset.x-k8s.io/v1", self.set["apiVersion"])
+        self.assertLessEqual(set(self.set["spec"]), {"replicas", "leaderWorkerTemplate", "rolloutStrategy", "startupPolicy",
+                                                     "networkConfig"})
+        self.assertLessEqual(set(self.template), {"leaderTemplate", "workerTemplate", "size", "restartPolicy", "subGroupPolicy",
+                                                  "volumeClaimTemplates", "persistentVolumeClaimRetentionPolicy"})
+        # The pods and claims are Kubernetes' own kinds: as a StatefulSet they have a schema.
+        for key in ("leaderTemplate", "workerTemplate"):
+            labels = self.template[key]["metadata"]["labels"]
+            kubernetes_validate.validate(
+                {"apiVersion": "apps/v1", "kind": "StatefulSet", "metadata": {"name": "a"},
+                 "spec": {"serviceName": "a", "selector": {"matchLabels": labels}, "template": self.template[key],
+                          "volumeClaimTemplates": self.template["volumeClaimTemplates"]}}, KUBERNETES_VERSIONS[-1], strict=True)
+
+    def test_it_is_instead_of_a_stateful_set(self):
+        self.assertEqual([], chart.of_kind(self.objects, "StatefulSet"))
+        self.assertEqual([], chart.of_kind(chart.rendered(chart.CHART / "ci/one-gpu.yaml"), "LeaderWorkerSet"))
+
+    def test_the_group_lives_and_dies_together(self):
+        self.assertEqual(4, self.template["size"])
+        self.assertEqual("RecreateGroupOnPodRestart", self.template["restartPolicy"])
+        self.assertEqual(self.set["spec"]["replicas"], self.set["spec"]["rolloutStrategy"]["rollingUpdateConfiguration"]["partition"])
+
+    def test_one_leads_and_the_others_follow_it(self):
+        leader, follower = (self.template[key]["spec"]["containers"][0]["args"] for key in ("leaderTemplate", "workerTemplate"))
+        self.assertEqual("serve", leader[0])
+        for flag in ("--ranks=32", "--local_ranks=8", "--devices=0,1,2,3,4,5,6,7", "--group_listen=0.0.0.0:50053"):
+            self.assertIn(flag, leader)
+        self.assertEqual("follow", follower[0])
+        for flag in ("--leader=$(LWS_LEADER_ADDRESS):50053", "--local_ranks=8", "--devices=0,1,2,3,4,5,6,7"):
+            self.assertIn(flag, follower)
+
+    def test_followers_take_the_ranks_after_their_predecessors(self):
+        container = self.template["workerTemplate"]["spec"]["containers"][0]
+        shell, dash_c, script, *rest = container["command"]
+        for index, rank in ((1, 8), (3, 24)):
+            echo = script.replace("exec lmhead", "printf '%s\\n'")
+            result = subprocess.run([shell, dash_c, echo, *rest, "follow", "--x=1"], check=True, capture_output=True, text=True,
+                                    env={"LWS_WORKER_INDEX": str(index)})
+            self.assertEqual(["follow", "--x=1", f"--rank={rank}"], result.stdout.split())
+
+    def test_its_network_lets_the_group_speak(self):
+        policy = chart.of_kind(self.objects, "NetworkPolicy")[0]["spec"]
+        group = {"podSelector": policy["podSelector"]}
+        self.assertIn(group, [peer for rule in policy["ingress"] for peer in rule["from"]])
+        self.assertIn(group, [peer for rule in policy["egress"] for peer in rule["to"]])
 
 
 class PlainManifests(unittest.TestCase):

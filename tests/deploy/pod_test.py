@@ -1,14 +1,16 @@
 """The pod's command, run as the chart renders it: the server starts, is healthy on the probes' port, and ends with 0."""
 
 import json
+import os
 import pathlib
 import signal
 import subprocess
 import tempfile
 import unittest
+import urllib.request
 
 import chart
-from stack import LMHEAD, make_certificate, wait_for
+from stack import LMHEAD, free_port, make_certificate, wait_for
 
 # One for each way of security. What differs from a pod: the folders, ports that are free, and the processor in place of a GPU.
 VALUE_SETS = ("cpu", "mutual-tls", "tokens-only")
@@ -55,7 +57,8 @@ class PodCommand(unittest.TestCase):
                 argument = argument.replace("=" + inside, f"={folder}")
             for port in ports:
                 argument = argument.replace(f"=0.0.0.0:{port}", "=127.0.0.1:0")
-            arguments.append(argument.replace("--backend=cuda", "--backend=cpu"))
+            if not argument.startswith("--devices="):
+                arguments.append(argument.replace("--backend=cuda", "--backend=cpu"))
         return [LMHEAD, *arguments, f"--ready_file={ready}"]
 
     def check(self, name):
@@ -81,6 +84,53 @@ class PodCommand(unittest.TestCase):
                     if server.poll() is None:
                         server.kill()
                         server.wait()
+
+
+class HostGroup(unittest.TestCase):
+    """A LeaderWorkerSet of two hosts without GPUs, as two processes: a trainer's head is split over both."""
+
+    def start(self, container, folder, name, **variables):
+        # What Kubernetes and the operator put in.
+        variables |= {"POD_IP": "127.0.0.1", "LWS_LEADER_ADDRESS": "127.0.0.1"}
+        command = [LMHEAD if word == "lmhead" else word.replace("exec lmhead", f"exec {LMHEAD}")
+                   for word in container.get("command", ["lmhead"])] + container["args"]
+        for variable, value in variables.items():
+            command = [word.replace(f"$({variable})", value) for word in command]
+        command = [word.replace("=0.0.0.0:", "=127.0.0.1:") for word in command]
+        with (folder / f"{name}.log").open("w") as log:
+            program = subprocess.Popen(command, stderr=log, env=dict(os.environ, OMP_WAIT_POLICY="PASSIVE", **variables))
+        self.addCleanup(program.wait)
+        self.addCleanup(program.kill)
+        return program
+
+    def test_it_trains_and_ends(self):
+        folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory(prefix="lmhead-group-")))
+        ports = {name: free_port() for name in ("grpc", "metrics", "health", "group")}
+        objects = chart.render({"hosts": 2, "gpu": {"count": 0}, "ports": ports, "security": {"insecure": True}})
+        template = chart.of_kind(objects, "LeaderWorkerSet")[0]["spec"]["leaderWorkerTemplate"]
+        leader, follower = (template[key]["spec"]["containers"][0] for key in ("leaderTemplate", "workerTemplate"))
+        programs = [self.start(leader, folder, "leader"), self.start(follower, folder, "follower", LWS_WORKER_INDEX="1")]
+
+        def logs():
+            return "".join((folder / f"{name}.log").read_text() for name in ("leader", "follower"))
+
+        def is_ready():
+            self.assertEqual([None, None], [program.poll() for program in programs], logs())
+            try:
+                return probe(f"127.0.0.1:{ports['health']}", "readiness") == SERVING
+            except subprocess.CalledProcessError:
+                return False
+
+        wait_for("the group", is_ready, seconds=60)
+        demo = subprocess.run([LMHEAD, "demo", f"--address=127.0.0.1:{ports['grpc']}", "--steps=20"], capture_output=True, text=True,
+                              timeout=100)
+        # 1: not as good as the demo wants it, after so few steps.
+        self.assertIn(demo.returncode, (0, 1), demo.stdout + demo.stderr + logs())
+        with urllib.request.urlopen(f"http://127.0.0.1:{ports['metrics']}/metrics", timeout=10) as answer:
+            self.assertIn('lmhead_memory_limit_bytes{rank="1"}', answer.read().decode())
+        for program in programs:
+            program.send_signal(signal.SIGTERM)
+            self.assertEqual(0, program.wait(timeout=60), logs())
 
 
 for value_set in VALUE_SETS:

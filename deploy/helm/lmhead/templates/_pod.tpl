@@ -1,4 +1,40 @@
-{{/* The one pod of the chart: `lmhead serve` with the GPUs of one host. */}}
+{{/*
+A pod with the GPUs of one host: `lmhead serve`, or `lmhead follow` on the further hosts of a LeaderWorkerSet. Templates that differ take
+(dict "root" $ "follower" BOOLEAN).
+*/}}
+
+{{/* The GPUs of this host, each a rank; the ranks of all hosts together hold each head. */}}
+{{- define "lmhead.devices" -}}
+{{- if gt (int .Values.gpu.count) 1 }}
+- --devices={{ untilStep 0 (int .Values.gpu.count) 1 | join "," }}
+{{- end }}
+{{- end -}}
+
+{{- define "lmhead.leadArgs" -}}
+{{- if gt (int .Values.hosts) 1 }}
+- --ranks={{ mul .Values.hosts (max 1 .Values.gpu.count) }}
+- --local_ranks={{ max 1 .Values.gpu.count }}
+- --group_listen=0.0.0.0:{{ .Values.ports.group }}
+- --collective_host=$(POD_IP)
+{{- end }}
+{{- end -}}
+
+{{- define "lmhead.followArgs" -}}
+- follow
+# LWS sets it: the leader's stable name.
+- --leader=$(LWS_LEADER_ADDRESS):{{ .Values.ports.group }}
+- --local_ranks={{ max 1 .Values.gpu.count }}
+- --backend={{ gt (int .Values.gpu.count) 0 | ternary "cuda" "cpu" }}
+{{- include "lmhead.devices" . }}
+{{- if .Values.security.tls.secretName }}
+- --tls_ca_file=/etc/lmhead/tls/ca.crt
+- --tls_cert_file=/etc/lmhead/tls/tls.crt
+- --tls_key_file=/etc/lmhead/tls/tls.key
+{{- end }}
+{{- with .Values.flags.log_format }}
+- --log_format={{ . }}
+{{- end }}
+{{- end -}}
 
 {{- define "lmhead.serveArgs" -}}
 - serve
@@ -6,6 +42,8 @@
 - --metrics_listen=0.0.0.0:{{ .Values.ports.metrics }}
 - --backend={{ gt (int .Values.gpu.count) 0 | ternary "cuda" "cpu" }}
 - --health_listen=0.0.0.0:{{ .Values.ports.health }}
+{{- include "lmhead.devices" . }}
+{{- include "lmhead.leadArgs" . }}
 - --drain_timeout_seconds={{ .Values.drainTimeoutSeconds }}
 {{- include "lmhead.securityArgs" . }}
 {{- if .Values.checkpoints.enabled }}
@@ -97,18 +135,31 @@ grpc:
 {{- end -}}
 
 {{- define "lmhead.container" -}}
+{{- $follower := .follower -}}
+{{- with .root -}}
 name: lmhead
 image: {{ include "lmhead.image" . | quote }}
 imagePullPolicy: {{ .Values.image.pullPolicy }}
+{{- if $follower }}
+# The first rank of this host follows from its place in the group, which only the pod knows.
+command: [/bin/sh, -c, 'exec lmhead "$@" --rank=$((LWS_WORKER_INDEX * {{ max 1 .Values.gpu.count }}))', lmhead]
+{{- end }}
 args:
-  {{- include "lmhead.serveArgs" . | nindent 2 }}
+  {{- include ($follower | ternary "lmhead.followArgs" "lmhead.serveArgs") . | nindent 2 }}
 env:
   # Waiting OpenMP threads sleep: they share the container's processors with gRPC.
   - name: OMP_WAIT_POLICY
     value: PASSIVE
+  {{- if gt (int .Values.hosts) 1 }}
+  - name: POD_IP
+    valueFrom:
+      fieldRef:
+        fieldPath: status.podIP
+  {{- end }}
   {{- with .Values.extraEnv }}
   {{- toYaml . | nindent 2 }}
   {{- end }}
+{{- if not $follower }}
 ports:
   - name: grpc
     containerPort: {{ .Values.ports.grpc }}
@@ -116,12 +167,17 @@ ports:
     containerPort: {{ .Values.ports.metrics }}
   - name: health
     containerPort: {{ .Values.ports.health }}
+  {{- if gt (int .Values.hosts) 1 }}
+  - name: group
+    containerPort: {{ .Values.ports.group }}
+  {{- end }}
 startupProbe:
   {{- include "lmhead.probe" (dict "port" .Values.ports.health "service" "readiness" "settings" .Values.probes.startup) | nindent 2 }}
 readinessProbe:
   {{- include "lmhead.probe" (dict "port" .Values.ports.health "service" "readiness" "settings" .Values.probes.readiness) | nindent 2 }}
 livenessProbe:
   {{- include "lmhead.probe" (dict "port" .Values.ports.health "service" "liveness" "settings" .Values.probes.liveness) | nindent 2 }}
+{{- end }}
 resources:
   {{- include "lmhead.resources" . | nindent 2 }}
 securityContext:
@@ -137,10 +193,11 @@ volumeMounts:
   {{- with include "lmhead.securityMounts" . }}
   {{- . | trim | nindent 2 }}
   {{- end }}
-  {{- if .Values.checkpoints.enabled }}
+  {{- if and .Values.checkpoints.enabled (not $follower) }}
   - name: checkpoints
     mountPath: /checkpoints
   {{- end }}
+{{- end -}}
 {{- end -}}
 
 {{/* A GPU is a limit; Kubernetes makes it the request, too. */}}
@@ -164,6 +221,8 @@ volumeMounts:
 {{- end -}}
 
 {{- define "lmhead.podTemplate" -}}
+{{- $container := include "lmhead.container" . -}}
+{{- with .root -}}
 {{- $least := add (int .Values.drainTimeoutSeconds) 15 -}}
 {{- if lt (int .Values.terminationGracePeriodSeconds) (int $least) -}}
 {{- fail (printf "terminationGracePeriodSeconds: got %d, wanted at least %d: drainTimeoutSeconds and 15 s for the rest of the stop" (int .Values.terminationGracePeriodSeconds) $least) -}}
@@ -220,7 +279,7 @@ spec:
     {{- toYaml . | nindent 4 }}
   {{- end }}
   containers:
-    - {{ include "lmhead.container" . | nindent 6 | trim }}
+    - {{ $container | nindent 6 | trim }}
   volumes:
     - name: shm
       emptyDir:
@@ -233,6 +292,7 @@ spec:
     {{- with include "lmhead.securityVolumes" . }}
     {{- . | trim | nindent 4 }}
     {{- end }}
+{{- end -}}
 {{- end -}}
 
 {{- define "lmhead.volumeClaimTemplates" -}}
