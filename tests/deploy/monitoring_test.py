@@ -138,6 +138,15 @@ class Shape(unittest.TestCase):
                     self.assertIn(window, ("$__rate_interval", "$__range", "30m"))
                 self.assertNotRegex(target["expr"], r"_total\{[^}]*\}(?!\[)")
 
+    def test_every_metric_is_explained(self):
+        text = OPERATING.read_text()
+        metrics = text[text.index("\n## Metrics\n"):]
+        explained = set(re.findall(r"`((?:lmhead|process)_\w+)", metrics[:metrics.index("\n## ", 1)]))
+        expressions = [target["expr"] for _, target in dashboard.queries(self.dashboard)] + [rule["expr"] for rule in rules("expr")]
+        for expression in expressions:
+            for name in re.findall(r"(?<![\w:])(?:lmhead|process)_\w+", expression):
+                self.assertIn(re.sub(r"_(bucket|sum|count)$", "", name), explained)
+
     def test_panels_lie_in_the_grid_and_not_over_each_other(self):
         taken = {}
         for panel in self.dashboard["panels"]:
