@@ -242,6 +242,20 @@ class RemoteHead:
             call = Call(arguments, tuple(names), False, "sum", 1.0, None)
             return dict(self._evaluate(call, arguments, tuple(names), False, hidden).wait().results)
 
+    def topk(self, hidden: torch.Tensor, k: int, *, temperature: float = 1.0) -> Tuple[torch.Tensor, torch.Tensor]:
+        """The k likeliest ids, [..., k], int32, and their log-probabilities, [..., k], float32.
+
+        What ``teacher_topk_ids`` and ``teacher_topk_logprobs`` of a distillation take. The head needs ``top_k_max`` in
+        its specification.
+        """
+        with torch.no_grad():
+            arguments = checked_arguments(self, hidden, torch.zeros(hidden.shape[:-1], dtype=torch.int64,
+                                                                    device=hidden.device),
+                                          Recipe(temperature=temperature), False, "sum", 1.0, None, {})
+            call = Call(arguments, (), False, "sum", 1.0, None, top_k=k)
+            results = self._evaluate(call, arguments, (), False, hidden).wait().results
+        return results["topk_ids"], results["topk_logprobs"]
+
     def logprobs(self, hidden: torch.Tensor, labels: torch.Tensor, *, entropy: bool = False, shift: bool = False,
                  temperature: float = 1.0,
                  ignore_index: int = -100) -> Union[torch.Tensor, Tuple[torch.Tensor, torch.Tensor]]:
@@ -257,17 +271,17 @@ class RemoteHead:
 
     def _evaluate(self, call: Call, arguments: Arguments, outputs: Tuple[str, ...], want_grad: bool,
                   hidden: torch.Tensor) -> LossFuture:
-        streams = _Streams(self.open_writer(arguments, outputs, want_grad, 0, "", 0))
+        streams = _Streams(self.open_writer(arguments, outputs, want_grad, 0, "", 0, call.top_k))
         ticket = streams.thread.submit(call.submit, streams.writer)
         return LossFuture(call, lambda: streams.writer, ticket, hidden, UpstreamLedger(once=False), lambda error: error,
                           streams.close)
 
     def open_writer(self, arguments: Arguments, outputs: Tuple[str, ...], want_grad: bool, step: int, worker: str,
-                    incarnation: int) -> _native.NativeWriter:
+                    incarnation: int, top_k: int = 0) -> _native.NativeWriter:
         """The streams for such calls. For Step; there is no need to call it."""
         message = {"head": self.name, "step": str(step), "worker": worker, "incarnation": str(incarnation),
                    "hidden_dtype": _staging.DTYPE_NAMES[arguments.hidden.dtype], "recipe": arguments.recipe_message(),
-                   "outputs": {"grad_hidden_states": want_grad, **{name: True for name in outputs}}}
+                   "outputs": {"grad_hidden_states": want_grad, "top_k": top_k, **{name: True for name in outputs}}}
         return _native.NativeWriter(self.client.native, message, *self._writer_options)
 
     def close(self) -> None:

@@ -108,7 +108,8 @@ class Call:
     """One call under way: its download, its ticket, its results."""
 
     def __init__(self, arguments: Arguments, outputs: Tuple[str, ...], want_grad: bool, reduction: str,
-                 grad_scale: float, num_items: Optional[float]):
+                 grad_scale: float, num_items: Optional[float], top_k: int = 0):
+        self.top_k = top_k
         self.arguments = arguments
         self.want_grad = want_grad
         self.reduction = reduction
@@ -144,6 +145,10 @@ class Call:
         for name in self._outputs:
             self.results[name] = _staging.empty_like_host((self.arguments.num_tokens,), OUTPUTS[name], device)
             setattr(rows, name, self.results[name].data_ptr())
+        if self.top_k:
+            for name, dtype in (("topk_ids", torch.int32), ("topk_logprobs", torch.float32)):
+                self.results[name] = _staging.empty_like_host((self.arguments.num_tokens, self.top_k), dtype, device)
+                setattr(rows, name, self.results[name].data_ptr())
         return writer.submit(rows)
 
     def _items(self) -> float:
@@ -166,7 +171,7 @@ class Call:
         """Waits for the results, and starts them on their way to the device."""
         self.sums = writer.wait(ticket)
         device = self.arguments.device
-        self.results = {name: _staging.upload(tensor, device).reshape(self.arguments.leading)
+        self.results = {name: _staging.upload(tensor, device).reshape(*self.arguments.leading, *tensor.shape[1:])
                         for name, tensor in self.results.items()}
         if self.grad is not None:
             self.grad = _staging.upload(self.grad, device)

@@ -1,0 +1,146 @@
+"""Distillation, policy losses and top-k against torch on full logits."""
+
+import unittest
+
+import torch
+import torch.nn.functional as F
+
+import lmhead
+from base import ServiceTest
+
+TEACHER_SIZE = 40
+LOSS_BOUND = 5e-6
+GRAD_BOUND = 1e-5
+
+
+class DistillationTest(ServiceTest):
+    def setUp(self):
+        super().setUp()
+        self.teacher = self.create(hidden_size=TEACHER_SIZE)
+        self.student = self.create(optimizer=lmhead.SGD(),
+                                   spec={"teacher_hidden_size": str(TEACHER_SIZE), "top_k_max": 8})
+
+    def check(self, distillation, want, reduction="sum", **tensors):
+        """A step's loss and gradients against `want`, a function of the student's logits and the labels."""
+        hidden, labels = self.data(2, 5)
+        weight = self.student.read_weight().requires_grad_()
+        local = hidden.detach().clone().requires_grad_()
+        valid = labels.reshape(-1) != -100
+        logits = (local @ weight.T).reshape(-1, 101)[valid]
+        wanted = want(logits, labels.reshape(-1)[valid], valid)
+        wanted.backward()
+        with self.student.step() as step:
+            loss = step.loss(hidden, labels, recipe=lmhead.Recipe(distillation=distillation), reduction=reduction, **tensors)
+            loss.backward()
+            step.prepare()
+            grad_weight = self.student.read_grad_weight()
+            step.abort()
+        self.assertNear(loss, wanted, LOSS_BOUND)
+        self.assertNear(hidden.grad, local.grad, GRAD_BOUND)
+        self.assertNear(grad_weight, weight.grad, GRAD_BOUND)
+
+    def test_forward_and_reverse_kl_and_the_mix(self):
+        teacher_hidden = torch.randn(2, 5, TEACHER_SIZE)
+        teacher_logits = (teacher_hidden @ self.teacher.read_weight().T).reshape(-1, 101)
+
+        def kl(p, q):
+            return (p.exp() * (p - q)).sum()
+
+        def forward(logits, labels, valid):
+            return 4 * kl((teacher_logits[valid] / 2).log_softmax(-1), (logits / 2).log_softmax(-1))
+
+        self.check(lmhead.Distillation(self.teacher.name, kl_temperature=2.0, scale_by_temperature_squared=True), forward,
+                   teacher_hidden=teacher_hidden)
+        self.check(lmhead.Distillation(self.teacher.name, "reverse_kl", cross_entropy_weight=0.3, divergence_weight=0.7),
+                   lambda logits, labels, valid: 0.7 * kl(logits.log_softmax(-1), teacher_logits[valid].log_softmax(-1))
+                   + 0.3 * F.cross_entropy(logits, labels, reduction="sum"), teacher_hidden=teacher_hidden)
+
+        def jsd(logits, labels, valid):
+            p, q = logits.log_softmax(-1), teacher_logits[valid].log_softmax(-1)
+            m = torch.logaddexp(q + torch.tensor(0.3).log(), p + torch.tensor(0.7).log())
+            return 0.3 * kl(q, m) + 0.7 * kl(p, m)
+
+        self.check(lmhead.Distillation(self.teacher.name, "jsd", jsd_beta=0.3), jsd, teacher_hidden=teacher_hidden)
+
+    def test_a_teacher_given_by_its_top_k(self):
+        # The teacher's own top k, as another job would have stored them.
+        teacher_hidden = torch.randn(2, 5, TEACHER_SIZE)
+        logprobs = (teacher_hidden @ self.teacher.read_weight().T).log_softmax(-1)
+        values, ids = logprobs.topk(8, dim=-1)
+
+        def renormalised(logits, labels, valid):
+            kept = values.reshape(-1, 8)[valid].log_softmax(-1)
+            student = logits.log_softmax(-1).gather(1, ids.reshape(-1, 8)[valid])
+            return (kept.exp() * (kept - student)).sum()
+
+        self.check(lmhead.Distillation(), renormalised, teacher_topk_ids=ids, teacher_topk_logprobs=values)
+
+    def test_the_top_k_of_a_head(self):
+        hidden, _ = self.data(2, 5)
+        ids, logprobs = self.student.topk(hidden, 4)
+        want = (hidden @ self.student.read_weight().T).log_softmax(-1).topk(4, dim=-1)
+        self.assertTrue(torch.equal(ids.long(), want.indices))
+        self.assertNear(logprobs, want.values, LOSS_BOUND)
+
+    def test_a_divergence_of_top_k_is_known_in_one_direction(self):
+        hidden, labels = self.data(3)
+        with self.assertRaisesRegex(ValueError, "reverse_kl"):
+            self.student.loss(hidden.detach(), labels,
+                              recipe=lmhead.Recipe(distillation=lmhead.Distillation(divergence="reverse_kl")))
+
+
+class PolicyTest(ServiceTest):
+    def setUp(self):
+        super().setUp()
+        self.head = self.create(optimizer=lmhead.SGD())
+
+    def logits(self, hidden):
+        weight = self.head.read_weight().requires_grad_()
+        local = hidden.detach().clone().requires_grad_()
+        return weight, local, (local @ weight.T).log_softmax(-1)
+
+    def check(self, recipe, hidden, labels, wanted, weight, local, **tensors):
+        wanted.backward()
+        with self.head.step() as step:
+            loss = step.loss(hidden, labels, recipe=recipe, **tensors)
+            loss.backward()
+            report = step.prepare()
+            grad_weight = self.head.read_grad_weight()
+            step.abort()
+        self.assertNear(loss, wanted, LOSS_BOUND)
+        self.assertNear(hidden.grad, local.grad, GRAD_BOUND)
+        self.assertNear(grad_weight, weight.grad, GRAD_BOUND)
+        return report
+
+    def test_coefficients_are_any_policy_gradient(self):
+        hidden, labels = self.data(7)
+        weight, local, logprobs = self.logits(hidden)
+        a, b = torch.randn(7), torch.randn(7)
+        valid = labels != -100
+        chosen = logprobs.gather(1, labels.clamp(min=0)[:, None])[:, 0]
+        entropy = -(logprobs.exp() * logprobs).sum(-1)
+        wanted = ((a * chosen + b * entropy) * valid).sum()
+        self.check(lmhead.Recipe(policy=lmhead.PolicyCoefficients()), hidden, labels, wanted, weight, local,
+                   logprob_grad=a, entropy_grad=b)
+
+    def test_the_clipped_loss(self):
+        hidden, labels = self.data(40)
+        weight, local, logprobs = self.logits(hidden)
+        valid = labels != -100
+        chosen = logprobs.gather(1, labels.clamp(min=0)[:, None])[:, 0]
+        old = chosen.detach() + 0.5 * torch.randn(40)
+        reference = chosen.detach() + 0.3 * torch.randn(40)
+        advantage = torch.randn(40)
+        ratio = (chosen - old).exp()
+        entropy = -(logprobs.exp() * logprobs).sum(-1)
+        surrogate = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.3) * advantage)
+        penalty = (reference - chosen).exp() - (reference - chosen) - 1
+        wanted = ((surrogate - 0.01 * entropy + 0.1 * penalty) * valid).sum()
+        policy = lmhead.ClippedPolicy(clip_low=0.2, clip_high=0.3, entropy_coefficient=0.01, reference_kl_coefficient=0.1)
+        report = self.check(lmhead.Recipe(policy=policy), hidden, labels, wanted, weight, local, old_logprob=old,
+                            advantage=advantage, reference_logprob=reference)
+        self.assertGreater(report.sums["num_clipped"], 0)
+
+
+if __name__ == "__main__":
+    unittest.main()
