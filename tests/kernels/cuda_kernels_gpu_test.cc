@@ -25,78 +25,10 @@
 #include "kernels/shard_stats.h"
 #include "kernels/squared_norm.h"
 #include "kernels/token_loss.h"
+#include "tests/kernels/gpu_util.h"
 
 namespace lmhead::kernels {
 namespace {
-
-constexpr double kMasked = -std::numeric_limits<double>::infinity();
-
-void Check(cudaError_t error) { ASSERT_EQ(error, cudaSuccess) << cudaGetErrorString(error); }
-
-// An array in device memory.
-template <typename T>
-class DeviceArray {
- public:
-  explicit DeviceArray(const std::vector<T>& values) : count_(values.size()) {
-    Check(cudaMalloc(reinterpret_cast<void**>(&data_), count_ * sizeof(T)));
-    Check(cudaMemcpy(data_, values.data(), count_ * sizeof(T), cudaMemcpyHostToDevice));
-  }
-  ~DeviceArray() { cudaFree(data_); }
-  DeviceArray(const DeviceArray&) = delete;
-  DeviceArray& operator=(const DeviceArray&) = delete;
-
-  T* data() const { return data_; }
-  std::vector<T> Read() const {
-    std::vector<T> values(count_);
-    Check(cudaMemcpy(values.data(), data_, count_ * sizeof(T), cudaMemcpyDeviceToHost));
-    return values;
-  }
-
- private:
-  const size_t count_;
-  T* data_ = nullptr;
-};
-
-bool HasGpu() {
-  int count = 0;
-  return cudaGetDeviceCount(&count) == cudaSuccess && count > 0;
-}
-
-// Elements of `dtype` as bytes, and back.
-std::vector<std::byte> Encode(const std::vector<double>& values, DType dtype) {
-  std::vector<std::byte> bytes(values.size() * BytesPerElement(dtype));
-  for (size_t i = 0; i < values.size(); ++i) {
-    const float value = static_cast<float>(values[i]);
-    const uint16_t narrow =
-        dtype == DType::kFloat16 ? FloatToFloat16(value) : FloatToBFloat16(value);
-    const void* const from = dtype == DType::kFloat32 ? static_cast<const void*>(&value) : &narrow;
-    std::memcpy(&bytes[i * BytesPerElement(dtype)], from, BytesPerElement(dtype));
-  }
-  return bytes;
-}
-
-std::vector<double> Decode(const std::vector<std::byte>& bytes, DType dtype) {
-  const int64_t count = static_cast<int64_t>(bytes.size()) / BytesPerElement(dtype);
-  return reference::Upcast({bytes.data(), 1, count, dtype});
-}
-
-std::vector<double> Normal(int64_t count, double std, uint32_t seed) {
-  std::mt19937 random(seed);
-  std::normal_distribution<double> normal(0.0, std);
-  std::vector<double> values(count);
-  for (double& value : values) value = normal(random);
-  return values;
-}
-
-double RelativeError(const std::vector<double>& got, const std::vector<double>& want) {
-  if (got.size() != want.size()) return HUGE_VAL;
-  double difference = 0.0, norm = 0.0;
-  for (size_t i = 0; i < want.size(); ++i) {
-    difference += (got[i] - want[i]) * (got[i] - want[i]);
-    norm += want[i] * want[i];
-  }
-  return std::sqrt(norm > 0.0 ? difference / norm : difference);
-}
 
 struct LossCase {
   DType dtype;
