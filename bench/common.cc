@@ -54,7 +54,8 @@ absl::StatusOr<Service> ReachService(const std::vector<std::string>& server_flag
     service.child = *std::move(child);
     address = service.child->address();
   }
-  auto client = Client::Connect(address, {});
+  auto client = Client::Connect(
+      address, service.child == nullptr ? ClientOptionsFromFlags() : ClientOptions());
   if (!client.ok()) return client.status();
   service.client = *std::move(client);
   return service;

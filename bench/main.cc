@@ -39,6 +39,9 @@ constexpr const char* kFlags[] = {"address",         "backend",
                                   "kernel_repeats",  "kernel_long_tokens",
                                   "metrics_address", "repeats",
                                   "schedule",        "server_binary",
+                                  "shards",          "tls_ca_file",
+                                  "tls_cert_file",   "tls_key_file",
+                                  "tls_server_name", "token_file",
                                   "tokens",          "vocab",
                                   "workers"};
 

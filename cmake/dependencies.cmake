@@ -1,6 +1,6 @@
 # Every dependency of the project, found once, under the names that the project links:
-#   lmhead_absl, lmhead_protobuf, lmhead_grpc, lmhead_grpc_reflection, lmhead_dnnl; prometheus-cpp::pull,
-#   spdlog::spdlog_header_only, nlohmann_json::nlohmann_json, PkgConfig::xxhash, GTest::gmock.
+#   lmhead_absl, lmhead_protobuf, lmhead_grpc, lmhead_grpc_reflection, lmhead_crypto, lmhead_dnnl, lmhead_gloo;
+#   prometheus-cpp::pull, spdlog::spdlog_header_only, nlohmann_json::nlohmann_json, PkgConfig::xxhash, GTest::gmock.
 # They are the system's shared libraries, or with LMHEAD_PORTABLE its archives where it has them (cmake/portable.cmake).
 
 find_package(Threads REQUIRED)
@@ -12,6 +12,7 @@ find_package(OpenMP REQUIRED)
 find_package(spdlog CONFIG REQUIRED)
 find_package(nlohmann_json CONFIG REQUIRED)
 find_package(GTest CONFIG REQUIRED)
+find_package(OpenSSL REQUIRED)
 find_package(PkgConfig REQUIRED)
 pkg_check_modules(xxhash REQUIRED IMPORTED_TARGET libxxhash)
 find_program(GRPC_CPP_PLUGIN grpc_cpp_plugin REQUIRED)
@@ -36,6 +37,7 @@ if(NOT LMHEAD_CUDA STREQUAL "OFF")
     set(CMAKE_CUDA_STANDARD 20)  # After enable_language: its own first test does not know the flag yet.
     set(CMAKE_CUDA_STANDARD_REQUIRED ON)
     find_package(CUDAToolkit REQUIRED)
+    find_path(NCCL_INCLUDE_DIR nccl.h HINTS ${CUDAToolkit_INCLUDE_DIRS})  # Optional; opened at run time.
     set(LMHEAD_HAVE_CUDA ON)
   elseif(LMHEAD_CUDA STREQUAL "ON")
     message(FATAL_ERROR "LMHEAD_CUDA=ON, but no CUDA compiler was found: install the CUDA toolkit or set CUDACXX")
@@ -50,6 +52,7 @@ add_library(lmhead_absl INTERFACE)
 add_library(lmhead_protobuf INTERFACE)
 add_library(lmhead_grpc INTERFACE)
 add_library(lmhead_grpc_reflection INTERFACE)
+add_library(lmhead_crypto INTERFACE)  # OpenSSL's, as gRPC has it.
 if(LMHEAD_PORTABLE)
   include(cmake/portable.cmake)
 else()
@@ -59,6 +62,7 @@ else()
   target_link_libraries(lmhead_protobuf INTERFACE protobuf::libprotobuf)
   target_link_libraries(lmhead_grpc INTERFACE gRPC::grpc++)
   target_link_libraries(lmhead_grpc_reflection INTERFACE gRPC::grpc++_reflection)
+  target_link_libraries(lmhead_crypto INTERFACE OpenSSL::Crypto)
 endif()
 target_link_libraries(lmhead_protobuf INTERFACE Threads::Threads)
 target_link_libraries(lmhead_grpc INTERFACE lmhead_protobuf lmhead_absl)
@@ -70,6 +74,13 @@ find_library(DNNL_LIBRARY dnnl REQUIRED)
 add_library(lmhead_dnnl INTERFACE)
 target_include_directories(lmhead_dnnl SYSTEM INTERFACE ${DNNL_INCLUDE_DIR})
 target_link_libraries(lmhead_dnnl INTERFACE ${DNNL_LIBRARY} lmhead_openmp)
+
+# Gloo by hand as well: its package file names a target without a namespace, and no archive exists.
+find_path(GLOO_INCLUDE_DIR gloo/context.h REQUIRED)
+find_library(GLOO_LIBRARY gloo REQUIRED)
+add_library(lmhead_gloo INTERFACE)
+target_include_directories(lmhead_gloo SYSTEM INTERFACE ${GLOO_INCLUDE_DIR})
+target_link_libraries(lmhead_gloo INTERFACE ${GLOO_LIBRARY})
 
 # Our parallel loops. The thread sanitizer does not see what libgomp orders: under it they are plain loops, and only
 # oneDNN has threads of its own.

@@ -4,7 +4,7 @@
 #   bin/lmhead-bench    links to it
 #   bin/lmhead-tests    (not with LMHEAD_TESTS=OFF, as for a release archive)
 #   bin/golden/         the golden cases, with the tests
-#   bin/lib/            the shared objects that have no archive: oneDNN, prometheus-cpp and what they need
+#   bin/lib/            the shared objects that have no archive: oneDNN, Gloo, prometheus-cpp and what they need
 #
 # One executable, because each would carry gRPC, protobuf and abseil again. They come from the system's archives, which
 # suit only executables (their thread-local code is not for shared objects). CUDA's runtime is static; cuBLAS and the
@@ -28,7 +28,7 @@ list(FILTER archives EXCLUDE REGEX "/lib(pthread|dl|rt|m|c)\\.a$")
 list(JOIN archives " " archives)
 file(WRITE ${CMAKE_BINARY_DIR}/archives.ld "GROUP ( ${archives} )\n")
 
-foreach(target lmhead_absl lmhead_protobuf lmhead_grpc lmhead_grpc_reflection)
+foreach(target lmhead_absl lmhead_protobuf lmhead_grpc lmhead_grpc_reflection lmhead_crypto)
   target_link_libraries(${target} INTERFACE ${CMAKE_BINARY_DIR}/archives.ld)
 endforeach()
 find_library(LMHEAD_ARCHIVE_xxhash libxxhash.a REQUIRED)

@@ -14,7 +14,9 @@
 
 namespace lmhead {
 
-std::shared_ptr<grpc::Channel> MakeChannel(const std::string& address, int64_t message_bytes_max) {
+std::shared_ptr<grpc::Channel> MakeChannel(const std::string& address,
+                                           const ChannelSecurity& security,
+                                           int64_t message_bytes_max) {
   KeepGrpcInitialized();
   grpc::ChannelArguments arguments;
   arguments.SetMaxReceiveMessageSize(static_cast<int>(message_bytes_max));
@@ -29,7 +31,8 @@ std::shared_ptr<grpc::Channel> MakeChannel(const std::string& address, int64_t m
   arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, 100);
   arguments.SetInt(GRPC_ARG_MIN_RECONNECT_BACKOFF_MS, 100);
   arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 1000);
-  return grpc::CreateCustomChannel(address, grpc::InsecureChannelCredentials(), arguments);
+  if (!security.server_name.empty()) arguments.SetSslTargetNameOverride(security.server_name);
+  return grpc::CreateCustomChannel(address, security.credentials, arguments);
 }
 
 std::shared_ptr<grpc::Channel> ChannelPool::Take(int64_t message_bytes_max) {
@@ -38,7 +41,7 @@ std::shared_ptr<grpc::Channel> ChannelPool::Take(int64_t message_bytes_max) {
     const auto found = idle_.find(message_bytes_max);
     if (found != idle_.end()) return std::move(idle_.extract(found).mapped());
   }
-  return MakeChannel(address_, message_bytes_max);
+  return MakeChannel(address_, security_, message_bytes_max);
 }
 
 void ChannelPool::Give(int64_t message_bytes_max, std::shared_ptr<grpc::Channel> channel) {

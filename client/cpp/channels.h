@@ -16,13 +16,16 @@
 #include "absl/status/status.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
+#include "client/cpp/channel_credentials.h"
 
 namespace lmhead {
 
 // A channel with a TCP connection of its own (channels of one process to one address otherwise
 // share one), keepalive, and no retries by gRPC: retries are the caller's, who knows what was
 // counted. Connects lazily. Takes the process-lifetime gRPC reference.
-std::shared_ptr<grpc::Channel> MakeChannel(const std::string& address, int64_t message_bytes_max);
+std::shared_ptr<grpc::Channel> MakeChannel(const std::string& address,
+                                           const ChannelSecurity& security,
+                                           int64_t message_bytes_max);
 
 // Channels of a client's writers between their uses: a writer a step costs no new connections.
 //
@@ -31,7 +34,8 @@ std::shared_ptr<grpc::Channel> MakeChannel(const std::string& address, int64_t m
 // Thread-safe.
 class ChannelPool {
  public:
-  explicit ChannelPool(std::string address) : address_(std::move(address)) {}
+  ChannelPool(std::string address, ChannelSecurity security)
+      : address_(std::move(address)), security_(std::move(security)) {}
 
   // A channel nobody else uses.
   std::shared_ptr<grpc::Channel> Take(int64_t message_bytes_max);
@@ -39,6 +43,7 @@ class ChannelPool {
 
  private:
   const std::string address_;
+  const ChannelSecurity security_;
   absl::Mutex mu_;
   std::multimap<int64_t, std::shared_ptr<grpc::Channel>> idle_ ABSL_GUARDED_BY(mu_);
 };

@@ -131,6 +131,8 @@ absl::Status LocalServer::AwaitReady(const std::string& ready_file, absl::Durati
   }
   address_ = ready["address"].get<std::string>();
   metrics_address_ = ready.value("metrics_address", "");
+  health_address_ = ready.value("health_address", "");
+  group_address_ = ready.value("group_address", "");
   return absl::OkStatus();
 }
 

@@ -30,10 +30,14 @@ class LocalServer {
 
   const std::string& address() const { return address_; }                  // host:port of gRPC.
   const std::string& metrics_address() const { return metrics_address_; }  // host:port of HTTP.
-  pid_t pid() const { return pid_; }                                       // -1 once it has ended.
+  // host:port of the health port; empty without --health_listen.
+  const std::string& health_address() const { return health_address_; }
+  // host:port where followers call; empty without --group_listen.
+  const std::string& group_address() const { return group_address_; }
+  pid_t pid() const { return pid_; }  // -1 once it has ended.
 
   // SIGTERM, then waits. Returns the exit code; DEADLINE_EXCEEDED (and SIGKILL) when it does not
-  // end. The default is longer than the 30 s that the server gives its open streams.
+  // end. The default is longer than the 30 s that the server gives its open steps.
   absl::StatusOr<int> Stop(absl::Duration timeout = absl::Seconds(45));
 
   // SIGKILL and reap.
@@ -52,6 +56,8 @@ class LocalServer {
   std::string directory_;  // Ready file and log; removed with the server.
   std::string address_;
   std::string metrics_address_;
+  std::string health_address_;
+  std::string group_address_;
 };
 
 }  // namespace lmhead

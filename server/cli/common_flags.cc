@@ -21,6 +21,31 @@ ABSL_FLAG(bool, json, false, "Print one JSON object for machines to read.");
 ABSL_FLAG(int64_t, memory_limit_bytes, 0,
           "Bytes that all heads together may take. 0: serve takes 80% of what the machine or "
           "container has; estimate takes no bound.");
+ABSL_FLAG(std::string, tls_ca_file, "",
+          "PEM file of the certificate authorities that the service's certificate is checked "
+          "against; switches TLS on.");
+ABSL_FLAG(std::string, tls_cert_file, "",
+          "PEM file of this end's certificate, followed by its intermediates. serve: the server's, "
+          "switches TLS on; others: the client's, for services that demand one.");
+ABSL_FLAG(std::string, tls_key_file, "", "PEM file of the private key of --tls_cert_file.");
+ABSL_FLAG(std::string, tls_server_name, "",
+          "Name that the service's certificate must have. Empty: the host of --address.");
+ABSL_FLAG(std::string, token_file, "",
+          "File with the token to send as `authorization: Bearer`; over TLS only.");
 ABSL_FLAG(int64_t, vocab, 0,
           "Vocabulary size, rows of the weight. Default of lmhead-bench service: 8192, on a GPU "
           "131072.");
+
+namespace lmhead {
+
+ClientOptions ClientOptionsFromFlags() {
+  ClientOptions options;
+  options.credentials = {.tls_ca_file = absl::GetFlag(FLAGS_tls_ca_file),
+                         .tls_cert_file = absl::GetFlag(FLAGS_tls_cert_file),
+                         .tls_key_file = absl::GetFlag(FLAGS_tls_key_file),
+                         .tls_server_name = absl::GetFlag(FLAGS_tls_server_name),
+                         .token_file = absl::GetFlag(FLAGS_token_file)};
+  return options;
+}
+
+}  // namespace lmhead

@@ -8,6 +8,7 @@
 #include <string>
 
 #include "absl/flags/declare.h"
+#include "client/cpp/client.h"
 
 ABSL_DECLARE_FLAG(std::string, address);
 ABSL_DECLARE_FLAG(std::string, backend);
@@ -16,6 +17,18 @@ ABSL_DECLARE_FLAG(std::string, dtype);
 ABSL_DECLARE_FLAG(int64_t, hidden);
 ABSL_DECLARE_FLAG(bool, json);
 ABSL_DECLARE_FLAG(int64_t, memory_limit_bytes);
+ABSL_DECLARE_FLAG(std::string, tls_ca_file);
+ABSL_DECLARE_FLAG(std::string, tls_cert_file);
+ABSL_DECLARE_FLAG(std::string, tls_key_file);
+ABSL_DECLARE_FLAG(std::string, tls_server_name);
+ABSL_DECLARE_FLAG(std::string, token_file);
 ABSL_DECLARE_FLAG(int64_t, vocab);
+
+namespace lmhead {
+
+// How a command connects to a service: the five flags above `vocab`.
+ClientOptions ClientOptionsFromFlags();
+
+}  // namespace lmhead
 
 #endif  // LMHEAD_SERVER_CLI_COMMON_FLAGS_H_

@@ -125,7 +125,7 @@ absl::StatusOr<NamedCorpus> LoadCorpus(absl::Span<char* const> positional) {
 std::vector<std::string> ServerFlags() {
   return {absl::StrCat("--backend=", absl::GetFlag(FLAGS_backend)),
           absl::StrCat("--staging_slots=", kStagingSlots),
-          absl::StrCat("--chunk_bytes_max=", demo::kChunkBytes), "--shutdown_timeout_seconds=5"};
+          absl::StrCat("--chunk_bytes_max=", demo::kChunkBytes), "--drain_timeout_seconds=5"};
 }
 
 // The service: a child of ours, or the one at --address.
@@ -145,7 +145,7 @@ absl::StatusOr<Service> ReachService() {
     service.facts.address = service.child->address();
     service.facts.child_pid = service.child->pid();
   }
-  ClientOptions patience;
+  ClientOptions patience = service.child == nullptr ? ClientOptionsFromFlags() : ClientOptions();
   if (service.child != nullptr) {
     // A child of ours that is gone, as after Ctrl-C, does not come back.
     patience.connect_timeout = absl::Seconds(1);

@@ -105,7 +105,8 @@ int RunStatus(absl::Span<char* const> positional) {
   }
   std::string address = absl::GetFlag(FLAGS_address);
   if (address.empty()) address = kDefaultAddress;
-  absl::StatusOr<std::unique_ptr<Client>> client = Client::Connect(address, {});
+  absl::StatusOr<std::unique_ptr<Client>> client =
+      Client::Connect(address, ClientOptionsFromFlags());
   if (!client.ok()) return Fail(client.status());
   absl::StatusOr<v1::GetServerInfoResponse> info = (*client)->GetServerInfo();
   if (!info.ok()) return Fail(info.status());

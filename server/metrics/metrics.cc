@@ -138,6 +138,16 @@ void CollectServer(const Gauges& gauges, std::vector<MetricFamily>* families) {
                    MetricType::Counter);
   busy.Add(gauges.executor_busy_seconds);
   std::move(busy).AppendTo(families);
+  GaugeFamily reloads("lmhead_security_reload_failures_total",
+                      "Changes of certificate, policy or token files that were refused.",
+                      MetricType::Counter);
+  reloads.Add(gauges.security_reload_failures);
+  std::move(reloads).AppendTo(families);
+  if (!gauges.tls_certificate_expiry_seconds.has_value()) return;
+  GaugeFamily expiry("lmhead_tls_certificate_expiry_timestamp_seconds",
+                     "When the first certificate of the chain that the server presents expires.");
+  expiry.Add(*gauges.tls_certificate_expiry_seconds);
+  std::move(expiry).AppendTo(families);
 }
 
 // The figures of this process under the names that every Prometheus client library gives them.

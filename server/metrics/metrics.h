@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -52,6 +53,9 @@ struct Gauges {
   int64_t heads = 0;
   int64_t heads_poisoned = 0;
   double executor_busy_seconds = 0;  // Total, for utilisation by rate().
+  // With TLS: when the first certificate of the server's chain expires, in seconds of the epoch.
+  std::optional<double> tls_certificate_expiry_seconds;
+  int64_t security_reload_failures = 0;  // Total.
 };
 
 // Thread-safe.

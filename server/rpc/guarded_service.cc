@@ -4,6 +4,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/str_replace.h"
 #include "absl/time/clock.h"
 #include "proto/wire/status.h"
 #include "spdlog/spdlog.h"
@@ -12,6 +13,11 @@ namespace lmhead {
 namespace {
 
 absl::Status NothingMore(const Call&) { return absl::OkStatus(); }
+
+// On one line: some messages are tables.
+std::string LogText(const absl::Status& status) {
+  return absl::StrReplaceAll(status.ToString(), {{"\n", "; "}});
+}
 
 }  // namespace
 
@@ -32,9 +38,9 @@ grpc::Status GuardedService::Run(const grpc::ServerContext& context, const char*
     return grpc::Status::OK;
   }
   if (absl::IsUnauthenticated(status) || absl::IsPermissionDenied(status)) {
-    spdlog::warn("{} from {} refused: {}", name, context.peer(), status.ToString());
+    spdlog::warn("{} from {} refused: {}", name, context.peer(), LogText(status));
   } else {
-    spdlog::info("{} by {} failed: {}", name, call.caller_name(), status.ToString());
+    spdlog::info("{} by {} failed: {}", name, call.caller_name(), LogText(status));
   }
   return call.ToGrpcStatus(status);
 }

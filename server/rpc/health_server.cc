@@ -1,5 +1,6 @@
 #include "server/rpc/health_server.h"
 
+#include <grpcpp/ext/health_check_service_server_builder_option.h>
 #include <grpcpp/server_builder.h>
 
 #include <atomic>
@@ -46,6 +47,8 @@ HealthServer::HealthServer() : service_(std::make_unique<Service>()) {}
 absl::StatusOr<std::unique_ptr<HealthServer>> HealthServer::Start(const std::string& listen) {
   std::unique_ptr<HealthServer> health(new HealthServer());
   grpc::ServerBuilder builder;
+  // Not gRPC's own, which its threads for callbacks would answer.
+  builder.SetOption(std::make_unique<grpc::HealthCheckServiceServerBuilderOption>(nullptr));
   builder.SetSyncServerOption(grpc::ServerBuilder::NUM_CQS, 1);
   builder.SetSyncServerOption(grpc::ServerBuilder::MIN_POLLERS, 1);
   builder.SetSyncServerOption(grpc::ServerBuilder::MAX_POLLERS, 2);

@@ -81,10 +81,13 @@ absl::StatusOr<Security::Contents> Security::ReadAll() const {
 }
 
 absl::Status Security::Apply(const Contents& contents) {
-  absl::Status status = ApplyTls(contents);
-  status.Update(ApplyTokens(contents));
-  status.Update(ApplyPolicy(contents));
-  return status;
+  std::vector<std::string> complaints;
+  for (const absl::Status& status :
+       {ApplyTls(contents), ApplyTokens(contents), ApplyPolicy(contents)}) {
+    if (!status.ok()) complaints.emplace_back(status.message());
+  }
+  if (complaints.empty()) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrJoin(complaints, "; "));
 }
 
 absl::Status Security::ApplyTls(const Contents& contents) {

@@ -42,8 +42,10 @@ class ReloadingCredentials final : public grpc::ServerCredentials {
     absl::MutexLock lock(&mu_);
     if (identity == given_) return GRPC_SSL_CERTIFICATE_CONFIG_RELOAD_UNCHANGED;
     const grpc_ssl_pem_key_cert_pair pair = {identity->key_pem.c_str(), identity->cert_pem.c_str()};
-    const char* roots = identity->client_ca_pem.empty() ? nullptr : identity->client_ca_pem.c_str();
-    *config = grpc_ssl_server_certificate_config_create(roots, &pair, 1);
+    // gRPC insists on some, also when it asks no client for a certificate.
+    const std::string& roots =
+        identity->client_ca_pem.empty() ? identity->cert_pem : identity->client_ca_pem;
+    *config = grpc_ssl_server_certificate_config_create(roots.c_str(), &pair, 1);
     given_ = std::move(identity);
     return GRPC_SSL_CERTIFICATE_CONFIG_RELOAD_NEW;
   }

@@ -36,7 +36,7 @@ TEST(Process, SigtermEndsAnIdleServerWithExitCodeZero) {
 }
 
 TEST(Process, SigtermEndsAServerWithAnOpenStepAndStreamWithExitCodeZero) {
-  auto server = StartServer({"--shutdown_timeout_seconds=1"});  // How long the stream may go on.
+  auto server = StartServer({"--drain_timeout_seconds=1"});  // How long the step may go on.
   auto client = ConnectTo(server->address());
   const HeadShape shape;
   LMHEAD_ASSERT_OK(CreateHead(client.get(), shape));

@@ -102,8 +102,7 @@ Leaf TestAuthority::Issue(const std::vector<std::string>& names, absl::Time not_
   X509* certificate = MakeCertificate("leaf", key, not_before, not_after);
   X509_set_issuer_name(certificate, X509_get_subject_name(state_->certificate));
   if (!names.empty()) {
-    AddExtension(certificate, state_->certificate, NID_subject_alt_name,
-                 absl::StrJoin(names, ","));
+    AddExtension(certificate, state_->certificate, NID_subject_alt_name, absl::StrJoin(names, ","));
   }
   Require(X509_sign(certificate, state_->key, EVP_sha256()) > 0, "sign");
   Leaf leaf = {ToPem([&](BIO* bio) { return PEM_write_bio_X509(bio, certificate); }),
@@ -116,8 +115,7 @@ Leaf TestAuthority::Issue(const std::vector<std::string>& names, absl::Time not_
 }
 
 SecretFolder::SecretFolder(const Files& files) : files_(files) {
-  std::string pattern =
-      (std::filesystem::temp_directory_path() / "lmhead-secret-XXXXXX").string();
+  std::string pattern = (std::filesystem::temp_directory_path() / "lmhead-secret-XXXXXX").string();
   folder_ = mkdtemp(pattern.data());
   Publish();
   for (const auto& [name, contents] : files_) {

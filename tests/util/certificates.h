@@ -1,4 +1,5 @@
-// Certificates made at test time, and files that change the way Kubernetes changes a mounted Secret.
+// Certificates made at test time, and files that change the way Kubernetes changes a mounted
+// Secret.
 
 #ifndef LMHEAD_TESTS_UTIL_CERTIFICATES_H_
 #define LMHEAD_TESTS_UTIL_CERTIFICATES_H_
@@ -38,8 +39,8 @@ class TestAuthority {
   std::string cert_pem_;
 };
 
-// A temporary folder of files, each a link to ..data/NAME, where ..data is a link to a folder that is
-// replaced as a whole: by one rename, so that who opens a file sees the old set or the new one.
+// A temporary folder of files, each a link to ..data/NAME, where ..data is a link to a folder that
+// is replaced as a whole: by one rename, so that who opens a file sees the old set or the new one.
 class SecretFolder {
  public:
   using Files = std::map<std::string, std::string>;  // Contents by name.

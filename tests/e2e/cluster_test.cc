@@ -1,0 +1,270 @@
+// What a cluster asks of the processes: probes under load, logs for machines, signals, the doctor.
+
+#include <gmock/gmock.h>
+#include <grpcpp/grpcpp.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+
+#include <atomic>
+#include <cstdio>
+#include <nlohmann/json.hpp>
+#include <thread>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "absl/time/clock.h"
+#include "grpc/health/v1/health.grpc.pb.h"
+#include "tests/e2e/service_fixture.h"
+#include "tests/util/certificates.h"
+
+namespace lmhead::e2e {
+namespace {
+
+using ::testing::HasSubstr;
+
+grpc::Status Check(grpc::health::v1::Health::Stub* stub, const std::string& name) {
+  grpc::ClientContext context;
+  context.set_deadline(absl::ToChronoTime(absl::Now() + absl::Seconds(1)));
+  grpc::health::v1::HealthCheckRequest request;
+  request.set_service(name);
+  grpc::health::v1::HealthCheckResponse response;
+  const grpc::Status status = stub->Check(&context, request, &response);
+  if (!status.ok()) return status;
+  if (response.status() == grpc::health::v1::HealthCheckResponse::SERVING) return status;
+  return grpc::Status(grpc::StatusCode::INTERNAL, "not serving");
+}
+
+TEST(Health, AnswersWithinASecondUnderFullLoad) {
+  auto server = StartServer({"--health_listen=127.0.0.1:0"});
+  ASSERT_FALSE(server->health_address().empty());
+  auto client = ConnectTo(server->address());
+  const HeadShape shape = {.vocab_size = 4096, .hidden_size = 256};
+  LMHEAD_ASSERT_OK(CreateHead(client.get(), shape));
+  std::atomic<bool> stop{false};
+  std::vector<std::thread> load;
+  for (int worker = 0; worker < 4; ++worker) {
+    load.emplace_back([&, worker] {
+      auto own = ConnectTo(server->address());
+      Rows rows = MakeRows(shape, 1024, 1, worker);
+      while (!stop.load()) {
+        auto writer = own->OpenWriter({.head = shape.name, .worker = WorkerName(worker)});
+        if (!writer.ok()) continue;
+        LossRows loss;
+        loss.hidden_states = {rows.hidden_states.data(), rows.num_tokens(), shape.hidden_size,
+                              DType::kFloat32};
+        loss.targets = rows.targets;
+        EXPECT_TRUE((*writer)->Compute(loss).ok());
+      }
+    });
+  }
+  const auto stub = grpc::health::v1::Health::NewStub(
+      grpc::CreateChannel(server->health_address(), grpc::InsecureChannelCredentials()));
+  int num_answers = 0;
+  for (int i = 0; i < 30; ++i) {
+    for (const char* name : {"liveness", "readiness"}) {
+      const grpc::Status status = Check(stub.get(), name);
+      EXPECT_TRUE(status.ok()) << name << ": " << status.error_message();
+      num_answers += status.ok() ? 1 : 0;
+    }
+    absl::SleepFor(absl::Milliseconds(20));
+  }
+  stop = true;
+  for (std::thread& thread : load) thread.join();
+  EXPECT_EQ(num_answers, 60);
+}
+
+// The lines of a JSON log; a line that is no object fails the test.
+std::vector<nlohmann::json> JsonLines(const std::string& log) {
+  std::vector<nlohmann::json> lines;
+  for (const auto& text : absl::StrSplit(log, '\n', absl::SkipEmpty())) {
+    lines.push_back(nlohmann::json::parse(std::string(text), nullptr, /*allow_exceptions=*/false));
+    EXPECT_TRUE(lines.back().is_object()) << text;
+  }
+  return lines;
+}
+
+TEST(JsonLogs, CarryTheRequestIdOfCallsAndStreams) {
+  auto server = StartServer({"--log_format=json", "--log_level=debug"});
+  auto client = Client::Connect(server->address(), {.request_id = "run-42"});
+  LMHEAD_ASSERT_OK(client);
+  const HeadShape shape;
+  LMHEAD_ASSERT_OK(CreateHead(client->get(), shape));
+  auto incarnation = BeginStep(client->get(), shape, 1, 1);
+  LMHEAD_ASSERT_OK(incarnation);
+  // A chunk with a target that is out of range ends its stream.
+  Rows rows = MakeRows(shape, 8, 1, 0);
+  rows.targets[5] = 1'000'000;
+  WriterSpec spec = {
+      .head = shape.name, .step = 1, .worker = WorkerName(0), .incarnation = *incarnation};
+  auto writer = (*client)->OpenWriter(spec);
+  LMHEAD_ASSERT_OK(writer);
+  LossRows loss;
+  loss.hidden_states = {rows.hidden_states.data(), rows.num_tokens(), shape.hidden_size,
+                        DType::kFloat32};
+  loss.targets = rows.targets;
+  const absl::Status refused = (*writer)->Compute(loss).status();
+  EXPECT_THAT(std::string(refused.message()), HasSubstr("[request run-42]"));
+  writer->reset();
+  ASSERT_EQ(server->Stop().value_or(-1), 0);
+
+  bool begun = false;
+  bool stream_ended = false;
+  for (const nlohmann::json& line : JsonLines(server->Log())) {
+    absl::Time time;
+    EXPECT_TRUE(absl::ParseTime(absl::RFC3339_full, line.value("time", ""), &time, nullptr))
+        << line;
+    EXPECT_TRUE(line.contains("level") && line.contains("message")) << line;
+    if (line.value("request_id", "") != "run-42") continue;
+    const std::string message = line["message"];
+    if (message.find("BeginStep") != std::string::npos) {
+      begun = true;
+      EXPECT_EQ(line["head"], shape.name);
+      EXPECT_EQ(line["step"], 1);
+    }
+    if (message.find("target of row 5") != std::string::npos) {
+      stream_ended = true;
+      EXPECT_EQ(line["head"], shape.name);
+      EXPECT_EQ(line["step"], 1);
+      EXPECT_EQ(line["worker"], WorkerName(0));
+      EXPECT_EQ(line["chunk"], 0);
+    }
+  }
+  EXPECT_TRUE(begun) << server->Log();
+  EXPECT_TRUE(stream_ended) << server->Log();
+}
+
+TEST(Signals, ASecondSigtermIsQuickAndStillExitsWithZero) {
+  auto server = StartServer({"--drain_timeout_seconds=3600"});
+  auto client = ConnectTo(server->address());
+  const HeadShape shape;
+  LMHEAD_ASSERT_OK(CreateHead(client.get(), shape));
+  LMHEAD_ASSERT_OK(BeginStep(client.get(), shape, 1, 1));
+  kill(server->pid(), SIGTERM);
+  while (server->Log().find("stopping") == std::string::npos) {
+    absl::SleepFor(absl::Milliseconds(10));
+  }
+  auto code = server->Stop();  // The second one.
+  LMHEAD_ASSERT_OK(code);
+  EXPECT_EQ(*code, 0);
+  EXPECT_THAT(server->Log(), HasSubstr("told to stop at once"));
+}
+
+TEST(Serve, RefusesPlaintextThatOthersReach) {
+  auto server = LocalServer::Start(LmheadBinary(), {"--listen=0.0.0.0:0"});
+  ASSERT_FALSE(server.ok());
+  EXPECT_THAT(std::string(server.status().message()), HasSubstr("--insecure"));
+  LMHEAD_ASSERT_OK(LocalServer::Start(LmheadBinary(), {"--listen=0.0.0.0:0", "--insecure"}));
+}
+
+// --- lmhead doctor ---
+
+struct Output {
+  int exit_code = -1;
+  std::string text;
+};
+
+Output Run(const std::string& arguments) {
+  FILE* pipe = popen(absl::StrCat(LmheadBinary(), " ", arguments, " 2>&1").c_str(), "r");
+  Output output;
+  char buffer[4096];
+  for (size_t size = 0; (size = fread(buffer, 1, sizeof(buffer), pipe)) > 0;) {
+    output.text.append(buffer, size);
+  }
+  const int status = pclose(pipe);
+  output.exit_code = WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+  return output;
+}
+
+// The finding of a check in the doctor's JSON; null when there is none.
+nlohmann::json FindingOf(const Output& output, const std::string& check) {
+  const nlohmann::json json = nlohmann::json::parse(output.text, nullptr, false);
+  EXPECT_TRUE(json.is_object()) << output.text;
+  if (!json.is_object()) return nullptr;
+  for (const nlohmann::json& finding : json["findings"]) {
+    if (finding["check"] == check) return finding;
+  }
+  return nullptr;
+}
+
+TEST(Doctor, FindsNothingWrongWithAGoodSetUp) {
+  const TestAuthority authority("authority");
+  const Leaf leaf = authority.Issue({"DNS:head-0"});
+  const SecretFolder files({{"tls.crt", leaf.cert_pem},
+                            {"tls.key", leaf.key_pem},
+                            {"ca.crt", authority.cert_pem()},
+                            {"policy.json", R"({"identities": []})"}});
+  const Output output = Run(absl::StrCat(
+      "doctor --json --backend=cpu --listen=127.0.0.1:0 --tls_cert_file=", files.Path("tls.crt"),
+      " --tls_key_file=", files.Path("tls.key"), " --tls_client_ca_file=", files.Path("ca.crt"),
+      " --tls_ca_file=", files.Path("ca.crt"), " --auth_policy_file=", files.Path("policy.json")));
+  EXPECT_EQ(output.exit_code, 0) << output.text;
+  for (const char* check : {"port --listen", "tls_cert_file", "tls_ca_file", "tls_client_ca_file",
+                            "auth_policy_file"}) {
+    EXPECT_EQ(FindingOf(output, check).value("severity", ""), "ok") << check << output.text;
+  }
+  for (const char* check : {"/dev/shm", "memlock", "nofile", "clock", "memory"}) {
+    EXPECT_FALSE(FindingOf(output, check).is_null()) << check << output.text;
+  }
+}
+
+TEST(Doctor, SaysWhatIsWrongAndHowToMendIt) {
+  const TestAuthority authority("authority");
+  const TestAuthority stranger("stranger");
+  const absl::Time now = absl::Now();
+  const Leaf leaf = authority.Issue({"DNS:head-0"}, now - absl::Hours(2), now - absl::Hours(1));
+  const Leaf soon = authority.Issue({"DNS:head-0"}, now - absl::Hours(2), now + absl::Hours(1));
+  const SecretFolder files({{"expired.crt", leaf.cert_pem},
+                            {"soon.crt", soon.cert_pem},
+                            {"soon.key", soon.key_pem},
+                            {"other.key", leaf.key_pem},
+                            {"other-ca.crt", stranger.cert_pem()},
+                            {"policy.json", R"({"identities": [], "extra": 1})"}});
+  auto server = StartServer();
+  const std::string tls = absl::StrCat(" --tls_client_ca_file=", files.Path("other-ca.crt"),
+                                       " --auth_policy_file=", files.Path("policy.json"));
+  const struct {
+    std::string flags;
+    const char* check;
+    const char* severity;
+    const char* says;
+  } cases[] = {
+      {absl::StrCat("--listen=", server->address()), "port --listen", "fail", "in use"},
+      {"--listen=no-port", "port --listen", "fail", "no port"},
+      {"--listen=0.0.0.0:0", "security", "fail", "--insecure"},
+      {"--listen=0.0.0.0:0 --insecure", "security", "warn", "plaintext"},
+      {absl::StrCat("--tls_cert_file=", files.Path("expired.crt"),
+                    " --tls_key_file=", files.Path("other.key"), tls),
+       "tls_cert_file", "fail", "expired"},
+      {absl::StrCat("--tls_cert_file=", files.Path("soon.crt"),
+                    " --tls_key_file=", files.Path("other.key"), tls),
+       "tls_key_file", "fail", "not that of"},
+      {absl::StrCat("--tls_cert_file=", files.Path("soon.crt"),
+                    " --tls_key_file=", files.Path("soon.key"), tls),
+       "tls_cert_file", "warn", "valid until"},
+      {absl::StrCat("--tls_cert_file=", files.Path("soon.crt"), " --tls_key_file=",
+                    files.Path("soon.key"), tls, " --tls_ca_file=", files.Path("other-ca.crt")),
+       "tls_ca_file", "fail", "certificate"},
+      {absl::StrCat("--tls_cert_file=", files.Path("soon.crt"),
+                    " --tls_key_file=", files.Path("soon.key"), tls),
+       "auth_policy_file", "fail", "unknown key 'extra'"},
+      {"--tls_cert_file=/no/such --tls_key_file=/no/such", "tls_cert_file", "fail", "No such file"},
+      {"--checkpoint_dir=/no/such/folder", "checkpoint_dir", "fail", "No such file"},
+  };
+  for (const auto& c : cases) {
+    const Output output = Run(absl::StrCat(
+        "doctor --json --backend=cpu ",
+        c.flags.find("--listen") == std::string::npos ? "--listen=127.0.0.1:0 " : "", c.flags));
+    const nlohmann::json finding = FindingOf(output, c.check);
+    ASSERT_FALSE(finding.is_null()) << c.flags << output.text;
+    EXPECT_EQ(finding.value("severity", ""), c.severity) << finding;
+    EXPECT_THAT(finding.value("what", ""), HasSubstr(c.says));
+    EXPECT_FALSE(finding.value("mend", "").empty()) << finding;
+    if (std::string(c.severity) == "fail") EXPECT_EQ(output.exit_code, 1) << c.flags;
+  }
+  const Output text = Run("doctor --backend=cpu --listen=127.0.0.1:0");
+  EXPECT_EQ(text.exit_code, 0) << text.text;
+  EXPECT_THAT(text.text, HasSubstr("port --listen"));
+}
+
+}  // namespace
+}  // namespace lmhead::e2e
