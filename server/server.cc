@@ -6,7 +6,7 @@
 #include <grpcpp/resource_quota.h>
 
 #include <algorithm>
-#include <fstream>
+#include <atomic>
 #include <random>
 #include <thread>
 #include <utility>
@@ -16,23 +16,29 @@
 #include "absl/synchronization/mutex.h"
 #include "proto/types/limits.h"
 #include "proto/wire/process.h"
-#include "server/compute/cpu_backend.h"
-#include "server/compute/cuda_backend.h"
+#include "server/checkpoint/checkpoint_store.h"
 #include "server/compute/executor.h"
 #include "server/head/head_registry.h"
-#include "server/memory/arena.h"
+#include "server/head/step_watchdog.h"
 #include "server/memory/budget.h"
+#include "server/memory/cuda_layout.h"
 #include "server/memory/pinned_memory.h"
 #include "server/memory/staging_pool.h"
 #include "server/memory/system_memory.h"
 #include "server/metrics/metrics.h"
+#include "server/rpc/call_guard.h"
+#include "server/rpc/guarded_service.h"
+#include "server/rpc/health_server.h"
+#include "server/rpc/restore.h"
 #include "server/rpc/service.h"
+#include "server/security/security.h"
+#include "server/security/server_credentials.h"
+#include "server/shard/hardware.h"
+#include "server/shard/rank_group.h"
 #include "spdlog/spdlog.h"
 
 namespace lmhead {
 namespace {
-
-constexpr int kDevice = 0;
 
 // Control calls may wait, each on a thread of gRPC's: one for every worker of a large step, and
 // some.
@@ -42,6 +48,8 @@ constexpr int kMetadataBytesMax = 16 * kKiB;
 
 // Between the end of calls by Stop and their cancellation by gRPC.
 constexpr absl::Duration kEndGrace = absl::Seconds(1);
+// For the followers of a server that restores its heads at start.
+constexpr absl::Duration kRestorePatience = absl::Minutes(5);
 // For gRPC to let go of the last answers' memory.
 constexpr absl::Duration kSlotGrace = absl::Seconds(10);
 
@@ -51,48 +59,6 @@ uint64_t RandomIncarnation() {
   return id == 0 ? 1 : id;
 }
 
-std::string ProcessorModel() {
-  std::ifstream file("/proc/cpuinfo");
-  for (std::string line; std::getline(file, line);) {
-    if (line.rfind("model name", 0) != 0) continue;
-    const size_t colon = line.find(": ");
-    if (colon != std::string::npos) return line.substr(colon + 2);
-  }
-  return "cpu";
-}
-
-// What computes, and what it says of itself.
-struct Hardware {
-  BackendKind kind = BackendKind::kCpu;
-  std::string backend = "cpu";
-  std::string device_name;
-  int64_t device_bytes = 0;
-};
-
-absl::StatusOr<Hardware> DescribeCpu() {
-  absl::StatusOr<int64_t> bytes = ReadSystemMemoryBytes();
-  if (!bytes.ok()) return bytes.status();
-  return Hardware{.device_name = ProcessorModel(), .device_bytes = *bytes};
-}
-
-absl::StatusOr<Hardware> ChooseHardware(BackendChoice choice) {
-  if (choice == BackendChoice::kCpu) return DescribeCpu();
-  std::string why_not;
-  if (!CudaAvailable(&why_not)) {
-    if (choice == BackendChoice::kCuda) {
-      return absl::UnavailableError(absl::StrCat("--backend=cuda: ", why_not));
-    }
-    spdlog::info("no GPU: {}; computing on the CPU", why_not);
-    return DescribeCpu();
-  }
-  absl::StatusOr<CudaDevice> device = DescribeCudaDevice(kDevice);
-  if (!device.ok()) return device.status();
-  return Hardware{.kind = BackendKind::kCuda,
-                  .backend = "cuda",
-                  .device_name = device->name,
-                  .device_bytes = device->total_bytes};
-}
-
 int32_t NumPumpThreads() {
   const int32_t cores = static_cast<int32_t>(std::thread::hardware_concurrency());
   return std::clamp(cores / 4, 1, 8);
@@ -100,6 +66,16 @@ int32_t NumPumpThreads() {
 
 int64_t MaxMessageBytes(const ServerConfig& config) {
   return std::max(config.chunk_bytes_max + kMessageHeaderBytesMax, kControlMessageBytesMax);
+}
+
+// Of each rank, when ranks share a device. The ranks' devices are alike; where they are not, the
+// smallest one bounds all.
+int64_t DefaultRankLimitBytes(const Hardware& hardware) {
+  int64_t bytes = hardware.devices.front().total_bytes;
+  for (const Hardware::Device& device : hardware.devices) {
+    bytes = std::min(bytes, device.total_bytes);
+  }
+  return DefaultMemoryLimitBytes(bytes) / hardware.MostRanksOnADevice();
 }
 
 // `listen` with the port that was taken.
@@ -119,7 +95,7 @@ class Server::Impl {
         incarnation_(RandomIncarnation()),
         metrics_(kVersion, hardware_.backend),
         budget_(config.memory_limit_bytes > 0 ? config.memory_limit_bytes
-                                              : DefaultMemoryLimitBytes(hardware_.device_bytes)) {}
+                                              : DefaultRankLimitBytes(hardware_)) {}
   ~Impl();
 
   absl::Status Start();
@@ -127,17 +103,29 @@ class Server::Impl {
 
   const std::string& address() const { return address_; }
   const std::string& metrics_address() const { return metrics_address_; }
+  const std::string& health_address() const { return health_address_; }
+  const std::string& group_address() const { return ranks_->group_address(); }
   uint64_t incarnation() const { return incarnation_; }
 
  private:
+  absl::Status OpenCheckpoints();
+  absl::Status RestoreHeads();
+  void SaveHeads();
   absl::Status MakeSlots();
+  absl::Status MakeRanks();
+  void ConnectRanks();
+  absl::Status AwaitRanks();
   void MakeCompute();
   absl::Status ServeMetrics();
+  absl::Status ServeHealth();
   absl::Status ServeGrpc();
+  void UpdateReadiness() ABSL_LOCKS_EXCLUDED(ready_mu_);
+  void SetServing(bool serving) ABSL_LOCKS_EXCLUDED(ready_mu_);
+  bool AnyStepOpen() const;
+  void AwaitSteps(absl::Time deadline);
   void SetArguments(grpc::ServerBuilder* builder) const;
   ServerFacts Facts();
   std::vector<RankMemory> ReadMemory() ABSL_EXCLUSIVE_LOCKS_REQUIRED(gauges_mu_);
-  void ReadDeviceMemory(RankMemory* memory) ABSL_EXCLUSIVE_LOCKS_REQUIRED(gauges_mu_);
   Gauges ReadGauges();
   void AwaitSlots();
 
@@ -149,33 +137,55 @@ class Server::Impl {
   // Scrapes come on threads of the metrics server, which outlives most of what they read.
   absl::Mutex gauges_mu_;
   bool gauges_live_ ABSL_GUARDED_BY(gauges_mu_) = false;
-  int64_t device_peak_bytes_ ABSL_GUARDED_BY(gauges_mu_) = 0;
 
   // In the order of use: each outlives those below it.
+  std::unique_ptr<HealthServer> health_;  // Answers until the end.
+  std::unique_ptr<Security> security_;
+  std::unique_ptr<CallGuard> guard_;
   Metrics metrics_;
   MemoryBudget budget_;
-  MemoryAccount account_;
   std::unique_ptr<StagingPool> slots_;
   bool pinned_ = false;
   std::unique_ptr<StreamSet> streams_;
   std::unique_ptr<Executor> executor_;
+  std::unique_ptr<RankGroup> ranks_;
+  std::unique_ptr<CheckpointStore> checkpoints_;  // Null when none are kept.
   std::unique_ptr<HeadRegistry> heads_;
+  std::unique_ptr<StepWatchdog> watchdog_;
   std::unique_ptr<LmHeadServiceImpl> service_;
+  std::unique_ptr<GuardedService> guarded_;
+  std::shared_ptr<grpc::ServerCredentials> credentials_;
   std::unique_ptr<grpc::Server> grpc_;
   std::string address_;
   std::string metrics_address_;
+  std::string health_address_;
+
+  std::atomic<bool> connect_requested_{false};
+  std::atomic<bool> ranks_usable_{false};  // ranks_ and the executor are there.
+  absl::Mutex ready_mu_;
+  bool serving_ ABSL_GUARDED_BY(ready_mu_) = false;  // Calls are taken; the server is not stopping.
 
   absl::Mutex stop_mu_;
   bool stopping_ ABSL_GUARDED_BY(stop_mu_) = false;
   bool stopped_ ABSL_GUARDED_BY(stop_mu_) = false;
+  bool hurried_ ABSL_GUARDED_BY(stop_mu_) = false;  // Stop was called again: no time to save.
   absl::Time stop_at_ ABSL_GUARDED_BY(stop_mu_) = absl::InfiniteFuture();
 };
 
 // --- Start ---
 
 absl::Status Server::Impl::Start() {
+  absl::StatusOr<std::unique_ptr<Security>> security = Security::Load(config_.security);
+  if (!security.ok()) return security.status();
+  security_ = *std::move(security);
+  guard_ = std::make_unique<CallGuard>(security_.get());
+  if (absl::Status status = ServeHealth(); !status.ok()) return status;
+  if (absl::Status status = OpenCheckpoints(); !status.ok()) return status;
   if (absl::Status status = MakeSlots(); !status.ok()) return status;
+  if (absl::Status status = MakeRanks(); !status.ok()) return status;
   MakeCompute();
+  if (absl::Status status = AwaitRanks(); !status.ok()) return status;
+  if (absl::Status status = RestoreHeads(); !status.ok()) return status;
   {
     absl::MutexLock lock(&gauges_mu_);
     gauges_live_ = true;
@@ -183,9 +193,46 @@ absl::Status Server::Impl::Start() {
   if (absl::Status status = ServeMetrics(); !status.ok()) return status;
   if (absl::Status status = ServeGrpc(); !status.ok()) return status;
   spdlog::info("lmhead {} serves at {}: backend {} ({}), {} bytes for heads, incarnation {}",
-               kVersion, address_, hardware_.backend, hardware_.device_name, budget_.limit_bytes(),
-               incarnation_);
+               kVersion, address_, hardware_.backend, hardware_.devices.front().name,
+               budget_.limit_bytes(), incarnation_);
   return absl::OkStatus();
+}
+
+absl::Status Server::Impl::OpenCheckpoints() {
+  if (config_.checkpoint_dir.empty()) return absl::OkStatus();
+  checkpoints_ =
+      std::make_unique<CheckpointStore>(config_.checkpoint_dir, config_.checkpoint_keep, kVersion);
+  absl::Status status = checkpoints_->Check();
+  if (status.ok()) return status;
+  return absl::Status(status.code(), absl::StrCat("--checkpoint_dir: ", status.message()));
+}
+
+absl::Status Server::Impl::RestoreHeads() {
+  if (!config_.restore) return absl::OkStatus();
+  for (const std::string& name : checkpoints_->Heads()) {
+    absl::StatusOr<std::shared_ptr<Head>> head =
+        RestoreHead(heads_.get(), checkpoints_.get(), name, /*checkpoint=*/"");
+    if (head.ok()) continue;
+    return absl::Status(head.status().code(),
+                        absl::StrCat("--restore: head ", name, ": ", head.status().message()));
+  }
+  return absl::OkStatus();
+}
+
+// What has been committed since the last checkpoint survives an orderly end. A failure is logged:
+// the server ends all the same.
+void Server::Impl::SaveHeads() {
+  if (checkpoints_ == nullptr) return;
+  for (const std::shared_ptr<Head>& head : heads_->List()) {
+    if (!head->spec().trainable || head->Status().last_committed_step == 0) continue;
+    const absl::StatusOr<SavedCheckpoint> saved = checkpoints_->Save(*head, /*name=*/"");
+    if (saved.ok()) {
+      spdlog::info("head {}: checkpoint {}", head->spec().name, saved->name);
+    } else {
+      spdlog::error("head {}: no checkpoint was written: {}", head->spec().name,
+                    std::string(saved.status().message()));
+    }
+  }
 }
 
 absl::Status Server::Impl::MakeSlots() {
@@ -200,11 +247,11 @@ absl::Status Server::Impl::MakeSlots() {
   }
   const int32_t max_streams =
       config_.max_streams == 0 ? config_.staging_slots : config_.max_streams;
-  streams_ = std::make_unique<StreamSet>(max_streams, NumPumpThreads());
+  streams_ = std::make_unique<StreamSet>(max_streams, config_.staging_slots, NumPumpThreads());
   return absl::OkStatus();
 }
 
-void Server::Impl::MakeCompute() {
+absl::Status Server::Impl::MakeRanks() {
   const bool cuda = hardware_.kind == BackendKind::kCuda;
   executor_ = std::make_unique<Executor>(Executor::Options{
       .join_chunks =
@@ -213,27 +260,83 @@ void Server::Impl::MakeCompute() {
       .on_batch = [this](int64_t chunks, int64_t tokens) {
         metrics_.ObserveBatch(chunks, tokens);
       }});
-  BackendFactory make_backend = [this, cuda](const HeadSpec& spec, const MemoryPlan& plan) {
-    return cuda ? CreateCudaBackend(spec, plan, &account_, kDevice)
-                : CreateCpuBackend(spec, plan, &account_);
+  credentials_ = MakeServerCredentials(security_.get());
+  absl::StatusOr<std::unique_ptr<RankGroup>> ranks =
+      RankGroup::Start(hardware_, {.config = config_.ranks,
+                                   .version = kVersion,
+                                   .credentials = credentials_,
+                                   .request_connect = [this] { ConnectRanks(); },
+                                   .on_ready = [this](bool) { UpdateReadiness(); }});
+  if (!ranks.ok()) return ranks.status();
+  ranks_ = *std::move(ranks);
+  ranks_usable_ = true;
+  ConnectRanks();
+  return absl::OkStatus();
+}
+
+// Asks for it, on the executor; once at a time.
+void Server::Impl::ConnectRanks() {
+  if (!ranks_usable_ || connect_requested_.exchange(true)) return;
+  executor_->Post([this] {
+    connect_requested_ = false;
+    const absl::Status status = ranks_->Connect();
+    if (!status.ok()) spdlog::info("not ready: {}", std::string(status.message()));
+  });
+}
+
+// Heads can be restored only onto ranks that are there.
+absl::Status Server::Impl::AwaitRanks() {
+  if (!config_.restore) return absl::OkStatus();
+  const absl::Time deadline = absl::Now() + kRestorePatience;
+  while (!ranks_->ready()) {
+    if (absl::Now() > deadline) {
+      return absl::UnavailableError(absl::StrCat("--restore: not all ranks came within ",
+                                                 absl::FormatDuration(kRestorePatience),
+                                                 "; start their followers"));
+    }
+    ConnectRanks();
+    absl::SleepFor(absl::Milliseconds(200));
+  }
+  return absl::OkStatus();
+}
+
+void Server::Impl::MakeCompute() {
+  BackendFactory make_backend = [this](const HeadSpec& spec, const MemoryPlan& plan) {
+    return ranks_->MakeHead(spec, plan);
   };
   heads_ = std::make_unique<HeadRegistry>(
-      &budget_, PlanOptions{.backend = hardware_.kind, .batch_tokens = config_.batch_tokens},
+      &budget_,
+      PlanOptions{.backend = hardware_.kind,
+                  .num_ranks = ranks_->num_ranks(),
+                  .batch_tokens = config_.batch_tokens},
       std::move(make_backend),
       HeadEnvironment{.executor = executor_.get(),
-                      .account = &account_,
+                      .account = ranks_->accounts().front(),
+                      .other_accounts = {ranks_->accounts().begin() + 1, ranks_->accounts().end()},
                       .metrics = &metrics_,
                       .incarnation = incarnation_,
-                      .chunk_bytes_max = config_.chunk_bytes_max});
+                      .chunk_bytes_max = config_.chunk_bytes_max,
+                      .pair_timeout = config_.pair_timeout});
   service_ = std::make_unique<LmHeadServiceImpl>(
       StreamEnvironment{.heads = heads_.get(),
                         .slots = slots_.get(),
                         .streams = streams_.get(),
                         .metrics = &metrics_,
+                        .guard = guard_.get(),
+                        .checkpoints = checkpoints_.get(),
                         .incarnation = incarnation_,
                         .max_inflight_chunks = config_.max_inflight_chunks,
                         .stall_timeout = config_.write_timeout},
       Facts());
+}
+
+absl::Status Server::Impl::ServeHealth() {
+  if (config_.health_listen.empty()) return absl::OkStatus();
+  absl::StatusOr<std::unique_ptr<HealthServer>> health = HealthServer::Start(config_.health_listen);
+  if (!health.ok()) return health.status();
+  health_ = *std::move(health);
+  health_address_ = BoundAddress(config_.health_listen, health_->port());
+  return absl::OkStatus();
 }
 
 absl::Status Server::Impl::ServeMetrics() {
@@ -273,69 +376,80 @@ absl::Status Server::Impl::ServeGrpc() {
   grpc::ServerBuilder builder;
   SetArguments(&builder);
   int port = 0;
-  builder.AddListeningPort(config_.listen, grpc::InsecureServerCredentials(), &port);
-  builder.RegisterService(service_.get());
-  grpc_ = builder.BuildAndStart();
-  if (grpc_ == nullptr) {
+  builder.AddListeningPort(config_.listen, credentials_, &port);
+  guarded_ = std::make_unique<GuardedService>(service_.get(), guard_.get(), heads_.get());
+  builder.RegisterService(guarded_.get());
+  std::unique_ptr<grpc::Server> server = builder.BuildAndStart();
+  if (server == nullptr) {
     return absl::UnavailableError(
         absl::StrCat("cannot listen on ", config_.listen,
                      ": the address is in use or is not this machine's; "
                      "choose another --listen (port 0 takes a free one)"));
   }
   address_ = BoundAddress(config_.listen, port);
-  grpc::HealthCheckServiceInterface* health = grpc_->GetHealthCheckService();
-  for (const char* name : {"", "readiness", "liveness"}) health->SetServingStatus(name, true);
+  {
+    absl::MutexLock lock(&ready_mu_);
+    grpc_ = std::move(server);
+  }
+  grpc_->GetHealthCheckService()->SetServingStatus("liveness", true);
+  SetServing(true);
+  watchdog_ = std::make_unique<StepWatchdog>(
+      heads_.get(),
+      StepLimits{.worker_lease = config_.worker_lease, .step_timeout = config_.step_timeout});
   return absl::OkStatus();
+}
+
+void Server::Impl::SetServing(bool serving) {
+  {
+    absl::MutexLock lock(&ready_mu_);
+    serving_ = serving;
+  }
+  UpdateReadiness();
+}
+
+// Also called by ranks that come and go, before and after the server serves.
+void Server::Impl::UpdateReadiness() {
+  absl::MutexLock lock(&ready_mu_);
+  if (grpc_ == nullptr) return;
+  const bool ready = serving_ && ranks_->ready();
+  for (const char* name : {"", "readiness"}) {
+    grpc_->GetHealthCheckService()->SetServingStatus(name, ready);
+  }
+  if (health_ != nullptr) health_->SetReady(ready);
 }
 
 // --- What it says of itself ---
 
 ServerFacts Server::Impl::Facts() {
-  return {
-      .version = kVersion,
-      .backend = hardware_.backend,
-      .devices = {{.name = hardware_.device_name, .total_memory_bytes = hardware_.device_bytes}},
-      .max_message_bytes = MaxMessageBytes(config_),
-      .max_chunk_bytes = config_.chunk_bytes_max,
-      .started_at = started_at_,
-      .read_memory = [this] {
-        absl::MutexLock lock(&gauges_mu_);
-        return ReadMemory();
-      }};
+  return {.version = kVersion,
+          .backend = hardware_.backend,
+          .max_message_bytes = MaxMessageBytes(config_),
+          .max_chunk_bytes = config_.chunk_bytes_max,
+          .started_at = started_at_,
+          .read_devices =
+              [this] {
+                std::vector<ServerFacts::Device> devices;
+                for (const Hardware::Device& device : ranks_->ReadDevices()) {
+                  devices.push_back({.rank = static_cast<int32_t>(devices.size()),
+                                     .name = device.name,
+                                     .total_memory_bytes = device.total_bytes});
+                }
+                return devices;
+              },
+          .read_memory =
+              [this] {
+                absl::MutexLock lock(&gauges_mu_);
+                return ReadMemory();
+              }};
 }
 
 std::vector<RankMemory> Server::Impl::ReadMemory() {
-  const MemoryAccount::Snapshot snapshot = account_.Read();
-  RankMemory memory = {.live_bytes = snapshot.total.live_bytes,
-                       .peak_process_bytes = snapshot.total.peak_process_bytes,
-                       .peak_step_bytes = snapshot.total.peak_step_bytes,
-                       .limit_bytes = budget_.limit_bytes(),
-                       .reserved_bytes = budget_.reserved_bytes()};
-  for (int i = 0; i < kNumMemoryCategories; ++i) {
-    const MemoryAccount::Use& use = snapshot.categories[i];
-    memory.categories.push_back({.name = MemoryCategoryName(static_cast<MemoryCategory>(i)),
-                                 .live_bytes = use.live_bytes,
-                                 .peak_process_bytes = use.peak_process_bytes,
-                                 .peak_step_bytes = use.peak_step_bytes});
+  std::vector<RankMemory> memory = ranks_->ReadMemory();
+  for (RankMemory& rank : memory) {
+    rank.limit_bytes = budget_.limit_bytes();
+    rank.reserved_bytes = budget_.reserved_bytes();
   }
-  ReadDeviceMemory(&memory);
-  return {memory};
-}
-
-void Server::Impl::ReadDeviceMemory(RankMemory* memory) {
-  if (hardware_.kind == BackendKind::kCpu) {
-    const absl::StatusOr<ProcessMemory> process = ReadProcessMemory();
-    if (!process.ok()) return;
-    memory->device_used_bytes = process->resident_bytes;
-    memory->device_peak_bytes = process->peak_resident_bytes;
-    return;
-  }
-  const absl::StatusOr<CudaDevice> device = DescribeCudaDevice(kDevice);
-  if (!device.ok()) return;
-  // The driver keeps no peak: it is the largest figure seen at a scrape or a GetServerInfo.
-  device_peak_bytes_ = std::max(device_peak_bytes_, device->used_bytes);
-  memory->device_used_bytes = device->used_bytes;
-  memory->device_peak_bytes = device_peak_bytes_;
+  return memory;
 }
 
 Gauges Server::Impl::ReadGauges() {
@@ -348,7 +462,12 @@ Gauges Server::Impl::ReadGauges() {
                    .staging_bytes = slots_->size_bytes(),
                    .streams_waiting = slots_->num_waiting(),
                    .streams_open = streams_->num_open(),
-                   .executor_busy_seconds = executor_->busy_seconds()};
+                   .executor_busy_seconds = executor_->busy_seconds(),
+                   .security_reload_failures = security_->num_reload_failures()};
+  if (const auto identity = security_->tls_identity(); identity != nullptr) {
+    gauges.tls_certificate_expiry_seconds =
+        absl::ToDoubleSeconds(identity->expiry - absl::UnixEpoch());
+  }
   for (const std::shared_ptr<Head>& head : heads_->List()) {
     ++gauges.heads;
     if (!head->Status().poisoned_by.empty()) ++gauges.heads_poisoned;
@@ -363,14 +482,20 @@ void Server::Impl::Stop(absl::Time deadline) {
     absl::MutexLock lock(&stop_mu_);
     stop_at_ = std::min(stop_at_, deadline);
     if (stopping_) {
+      hurried_ = true;
       stop_mu_.Await(absl::Condition(&stopped_));
       return;
     }
     stopping_ = true;
   }
-  spdlog::info("stopping: no new calls; {} streams are open", streams_->num_open());
-  grpc_->GetHealthCheckService()->SetServingStatus("", false);
-  grpc_->GetHealthCheckService()->SetServingStatus("readiness", false);
+  SetServing(false);
+  guard_->StartDraining();
+  spdlog::info("stopping: no new steps; {} streams are open", streams_->num_open());
+  AwaitSteps(deadline);
+  {
+    absl::MutexLock lock(&stop_mu_);
+    deadline = stop_at_;
+  }
   bool shut_down = false;
   std::thread shutdown([&] {
     grpc_->Shutdown(absl::ToChronoTime(deadline + kEndGrace));
@@ -388,8 +513,41 @@ void Server::Impl::Stop(absl::Time deadline) {
   }
   streams_->EndAll(absl::UnavailableError("the server is stopping; connect again when it is back"));
   shutdown.join();
+  bool hurried = false;
+  {
+    absl::MutexLock lock(&stop_mu_);
+    hurried = hurried_;
+  }
+  if (!hurried) SaveHeads();
   absl::MutexLock lock(&stop_mu_);
   stopped_ = true;
+}
+
+bool Server::Impl::AnyStepOpen() const {
+  const std::vector<std::shared_ptr<Head>> heads = heads_->List();
+  return std::any_of(heads.begin(), heads.end(),
+                     [](const auto& head) { return head->Status().open_step != 0; });
+}
+
+// Lets open steps come to their end, which takes new calls; aborts those that have not at the
+// deadline.
+void Server::Impl::AwaitSteps(absl::Time deadline) {
+  for (;;) {
+    if (!AnyStepOpen()) return;
+    absl::MutexLock lock(&stop_mu_);
+    const auto over = [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(stop_mu_) {
+      return absl::Now() >= stop_at_;
+    };
+    if (stop_mu_.AwaitWithTimeout(absl::Condition(&over), absl::Milliseconds(20))) break;
+  }
+  const char* reason = absl::Now() < deadline
+                           ? "the server was told to stop at once"
+                           : "the server is stopping, and the step did not end in the time that "
+                             "--drain_timeout_seconds gives";
+  for (const std::shared_ptr<Head>& head : heads_->List()) {
+    const uint64_t step = head->AbandonStep(reason);
+    if (step != 0) spdlog::warn("head {}: aborted step {}: {}", head->spec().name, step, reason);
+  }
 }
 
 void Server::Impl::AwaitSlots() {
@@ -401,15 +559,22 @@ Server::Impl::~Impl() {
   if (grpc_ != nullptr) {
     Stop(absl::Now());
     grpc_->Wait();
+    absl::MutexLock lock(&ready_mu_);
     grpc_.reset();
   }
   {
     absl::MutexLock lock(&gauges_mu_);
     gauges_live_ = false;
   }
+  guarded_.reset();
   service_.reset();
+  watchdog_.reset();
+  // A follower that hangs does not hold up the end of the heads.
+  if (ranks_ != nullptr) ranks_->StopFollowers();
   heads_.reset();
+  ranks_usable_ = false;
   executor_.reset();
+  ranks_.reset();
   if (slots_ != nullptr) AwaitSlots();
   streams_.reset();
   if (pinned_) UnpinHostMemory(slots_->data());
@@ -419,9 +584,12 @@ Server::Impl::~Impl() {
 
 absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerConfig& config) {
   KeepGrpcInitialized();
-  absl::StatusOr<Hardware> hardware = ChooseHardware(config.backend);
+  ServerConfig filled = config;
+  FillRankDefaults(&filled.ranks);
+  absl::StatusOr<Hardware> hardware =
+      ChooseHardware(config.backend, filled.ranks.devices, filled.ranks.num_local);
   if (!hardware.ok()) return hardware.status();
-  auto impl = std::make_unique<Impl>(config, *std::move(hardware));
+  auto impl = std::make_unique<Impl>(filled, *std::move(hardware));
   if (absl::Status status = impl->Start(); !status.ok()) return status;
   return std::unique_ptr<Server>(new Server(std::move(impl)));
 }
@@ -432,6 +600,8 @@ Server::~Server() = default;
 void Server::Stop(absl::Time deadline) { impl_->Stop(deadline); }
 const std::string& Server::address() const { return impl_->address(); }
 const std::string& Server::metrics_address() const { return impl_->metrics_address(); }
+const std::string& Server::health_address() const { return impl_->health_address(); }
+const std::string& Server::group_address() const { return impl_->group_address(); }
 uint64_t Server::incarnation() const { return impl_->incarnation(); }
 
 }  // namespace lmhead

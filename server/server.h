@@ -47,13 +47,16 @@ class Server {
   Server(const Server&) = delete;
   Server& operator=(const Server&) = delete;
 
-  // Not ready any more, no new calls; open streams and calls go on until `deadline`, then they are
-  // cancelled. Returns when all have ended. May be called again, also meanwhile, to bring the
-  // deadline forward.
+  // Drains and stops: not ready any more, no new steps, heads or evaluations (UNAVAILABLE); open
+  // steps may come to their end until `deadline`, streams and calls likewise. Then steps that are
+  // still open are aborted, with the reason, and everything else is cancelled. Returns when all
+  // have ended. May be called again, also meanwhile, to bring the deadline forward.
   void Stop(absl::Time deadline);
 
   const std::string& address() const;          // Where gRPC listens, with the real port.
   const std::string& metrics_address() const;  // Empty when metrics are not served.
+  const std::string& health_address() const;   // Likewise the health port.
+  const std::string& group_address() const;  // Where followers call; empty when there are none.
   uint64_t incarnation() const;
 
  private:

@@ -48,12 +48,17 @@ absl::Status RankPool::Connect() {
                           });
   }
   pending.Wait();
-  absl::MutexLock lock(&mu_);
-  store_ = nullptr;
-  connected_ = failure_.ok();
-  if (connected_) return absl::OkStatus();
-  return absl::UnavailableError(
-      absl::StrCat("the ranks could not be connected: ", failure_.message()));
+  {
+    absl::MutexLock lock(&mu_);
+    store_ = nullptr;
+    connected_ = failure_.ok();
+    if (!connected_) {
+      return absl::UnavailableError(
+          absl::StrCat("the ranks could not be connected: ", failure_.message()));
+    }
+  }
+  if (options_.on_change) options_.on_change(true);
+  return absl::OkStatus();
 }
 
 bool RankPool::connected() const {
@@ -79,15 +84,17 @@ std::shared_ptr<InProcessStore> RankPool::store(uint64_t generation) const {
 void RankPool::Fail(uint64_t generation, int32_t rank, const absl::Status& error) {
   const absl::Status named(error.code(), absl::StrCat("rank ", rank, ": ", error.message()));
   std::shared_ptr<InProcessStore> store;
+  bool was_connected = false;
   {
     absl::MutexLock lock(&mu_);
     if (generation != generation_ || !failure_.ok() || (!connected_ && store_ == nullptr)) return;
-    connected_ = false;
+    was_connected = std::exchange(connected_, false);
     failure_ = named;
     store = store_;
   }
   if (store != nullptr) store->Close(named);
   for (const std::unique_ptr<Rank>& each : ranks_) each->Abort(named);
+  if (was_connected && options_.on_change) options_.on_change(false);
 }
 
 HeadId RankPool::AddHead() {

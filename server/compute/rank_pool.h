@@ -15,6 +15,7 @@
 #define LMHEAD_SERVER_COMPUTE_RANK_POOL_H_
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <set>
 #include <vector>
@@ -35,6 +36,8 @@ class RankPool {
     // False: every rank reads the hidden states of a batch from host memory. True: rank 0 does, and
     // broadcasts them; needed when a rank is in another process.
     bool broadcast_hidden_states = false;
+    // Told when connected() changes. Any thread; must not block.
+    std::function<void(bool connected)> on_change;
   };
 
   // Ranks 0 to n-1, at least two.

@@ -41,7 +41,8 @@ uint64_t RandomSession() {
 }
 
 std::shared_ptr<grpc::Channel> OpenChannel(
-    const std::string& leader, const std::shared_ptr<grpc::ChannelCredentials>& credentials) {
+    const std::string& leader, const std::shared_ptr<grpc::ChannelCredentials>& credentials,
+    const std::string& server_name) {
   grpc::ChannelArguments arguments;
   arguments.SetMaxReceiveMessageSize(-1);
   arguments.SetMaxSendMessageSize(-1);
@@ -50,6 +51,7 @@ std::shared_ptr<grpc::Channel> OpenChannel(
   arguments.SetInt(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
   arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS,
                    static_cast<int>(absl::ToInt64Milliseconds(kLongestPause)));
+  if (!server_name.empty()) arguments.SetSslTargetNameOverride(server_name);
   return grpc::CreateCustomChannel(leader, credentials, arguments);
 }
 
@@ -101,7 +103,8 @@ class Follower::Impl {
  public:
   explicit Impl(Options options)
       : options_(std::move(options)),
-        stub_(v1::ShardService::NewStub(OpenChannel(options_.leader, options_.credentials))) {
+        stub_(v1::ShardService::NewStub(
+            OpenChannel(options_.leader, options_.credentials, options_.server_name))) {
     options_.join.set_session(RandomSession());
   }
 
@@ -132,7 +135,7 @@ class Follower::Impl {
 
   Options options_;
   const std::unique_ptr<v1::ShardService::Stub> stub_;
-  Group group_;
+  GroupFacts group_;
   std::unique_ptr<LocalRank> rank_;  // There from the first welcome on.
 
   // Of the call under way.
@@ -207,9 +210,9 @@ absl::Status Follower::Impl::FollowOnce() {
 }
 
 absl::Status Follower::Impl::TakeIn(const v1::Welcome& welcome) {
-  const Group group = {.num_ranks = welcome.num_ranks(),
-                       .collective = welcome.collective(),
-                       .timeout = absl::Seconds(welcome.timeout_seconds())};
+  const GroupFacts group = {.num_ranks = welcome.num_ranks(),
+                            .collective = welcome.collective(),
+                            .timeout = absl::Seconds(welcome.timeout_seconds())};
   if (rank_ == nullptr) {
     absl::StatusOr<std::unique_ptr<LocalRank>> rank = options_.make_rank(group);
     if (!rank.ok()) {

@@ -14,10 +14,10 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "absl/time/time.h"
 #include "lmhead/v1/shard.pb.h"
 #include "server/compute/local_rank.h"
 #include "server/memory/memory_plan.h"
+#include "server/shard/local_ranks.h"
 
 namespace grpc {
 class ChannelCredentials;
@@ -27,22 +27,14 @@ namespace lmhead {
 
 class Follower {
  public:
-  // What the leader says of the group.
-  struct Group {
-    int32_t num_ranks = 0;
-    std::string collective;
-    absl::Duration timeout;
-
-    friend bool operator==(const Group&, const Group&) = default;
-  };
-
   struct Options {
     std::string leader;  // host:port
     std::shared_ptr<grpc::ChannelCredentials> credentials;
-    v1::JoinGroup join;  // All but the session.
+    std::string server_name;  // That the leader's certificate has; empty: the host of leader.
+    v1::JoinGroup join;       // All but the session.
     BackendKind backend = BackendKind::kCpu;
     // Makes the rank when the leader has said what group it is in.
-    std::function<absl::StatusOr<std::unique_ptr<LocalRank>>(const Group& group)> make_rank;
+    std::function<absl::StatusOr<std::unique_ptr<LocalRank>>(const GroupFacts& group)> make_rank;
     // Of the rank, for the leader's metrics.
     std::function<v1::MemoryReport()> read_memory;
     std::function<void()> on_step_end;  // The rank's gradient has been used or thrown away.

@@ -112,6 +112,7 @@ void ShardLeader::Impl::Watch() {
   absl::MutexLock lock(&mu_);
   while (!mu_.AwaitWithTimeout(absl::Condition(&stopping_), interval)) {
     for (const auto& [rank, remote] : remote_) remote->Tick();
+    if (!pool_->connected()) options_.request_connect();
   }
 }
 
@@ -169,7 +170,7 @@ grpc::Status ShardLeader::Impl::Follow(grpc::ServerContext* context, FollowStrea
       if (!stream->Write(*next)) return;
     }
   });
-  options_.on_joined();
+  options_.request_connect();
   while (stream->Read(&message)) rank.Receive(outbox.get(), message);
   rank.Detach(outbox.get(), absl::UnavailableError("it is gone, or its connection"));
   outbox->Close();

@@ -38,8 +38,9 @@ class ShardLeader {
     std::string backend;     // and the same backend: "cpu" or "cuda".
     std::string collective;  // What they are told to use: "gloo" or "nccl".
     absl::Duration timeout;  // Of the collective, which also bounds a follower's silence.
-    // Told whenever a follower has come; must not block.
-    std::function<void()> on_joined;
+    // The ranks should be connected: a follower has come, or they have not been for a while. Must
+    // not block.
+    std::function<void()> request_connect;
   };
 
   // How long a follower may be silent when the collective's timeout is that long: less, so that the

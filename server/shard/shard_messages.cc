@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "proto/wire/convert.h"
+#include "server/memory/memory_plan.h"
 
 namespace lmhead {
 namespace {
@@ -139,22 +140,20 @@ absl::StatusOr<TensorKind> TensorKindFromNumber(int32_t number) {
   return absl::InternalError(absl::StrCat("there is no kind of tensor ", number));
 }
 
-v1::MemoryReport MemoryToProto(const MemoryAccount::Snapshot& snapshot, int64_t limit_bytes,
-                               int64_t device_used_bytes, int64_t device_peak_bytes) {
+v1::MemoryReport MemoryToProto(const RankMemory& memory) {
   v1::MemoryReport proto;
-  for (int i = 0; i < kNumMemoryCategories; ++i) {
+  for (const RankMemory::Category& category : memory.categories) {
     v1::CategoryUse* const use = proto.add_categories();
-    use->set_category(static_cast<v1::MemoryCategory>(i + 1));
-    use->set_live_bytes(snapshot.categories[i].live_bytes);
-    use->set_peak_process_bytes(snapshot.categories[i].peak_process_bytes);
-    use->set_peak_step_bytes(snapshot.categories[i].peak_step_bytes);
+    use->set_category(static_cast<v1::MemoryCategory>(proto.categories_size()));
+    use->set_live_bytes(category.live_bytes);
+    use->set_peak_process_bytes(category.peak_process_bytes);
+    use->set_peak_step_bytes(category.peak_step_bytes);
   }
-  proto.set_live_bytes(snapshot.total.live_bytes);
-  proto.set_peak_process_bytes(snapshot.total.peak_process_bytes);
-  proto.set_peak_step_bytes(snapshot.total.peak_step_bytes);
-  proto.set_limit_bytes(limit_bytes);
-  proto.set_device_used_bytes(device_used_bytes);
-  proto.set_device_peak_bytes(device_peak_bytes);
+  proto.set_live_bytes(memory.live_bytes);
+  proto.set_peak_process_bytes(memory.peak_process_bytes);
+  proto.set_peak_step_bytes(memory.peak_step_bytes);
+  proto.set_device_used_bytes(memory.device_used_bytes);
+  proto.set_device_peak_bytes(memory.device_peak_bytes);
   return proto;
 }
 
@@ -163,8 +162,6 @@ RankMemory MemoryFromProto(const v1::MemoryReport& proto, int32_t rank) {
                        .live_bytes = proto.live_bytes(),
                        .peak_process_bytes = proto.peak_process_bytes(),
                        .peak_step_bytes = proto.peak_step_bytes(),
-                       .limit_bytes = proto.limit_bytes(),
-                       .reserved_bytes = proto.reserved_bytes(),
                        .device_used_bytes = proto.device_used_bytes(),
                        .device_peak_bytes = proto.device_peak_bytes()};
   for (int i = 0; i < kNumMemoryCategories && i < proto.categories_size(); ++i) {

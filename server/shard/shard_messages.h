@@ -13,7 +13,6 @@
 #include "lmhead/v1/shard.pb.h"
 #include "proto/types/tensor_view.h"
 #include "server/compute/backend.h"
-#include "server/memory/arena.h"
 #include "server/metrics/metrics.h"
 
 namespace lmhead {
@@ -33,9 +32,7 @@ absl::StatusOr<ConstMatrixView> RowBlockFromProto(const v1::RowBlock& proto);
 absl::StatusOr<BackwardMode> BackwardModeFromNumber(int32_t number);
 absl::StatusOr<TensorKind> TensorKindFromNumber(int32_t number);
 
-// What a rank's account and its device say.
-v1::MemoryReport MemoryToProto(const MemoryAccount::Snapshot& snapshot, int64_t limit_bytes,
-                               int64_t device_used_bytes, int64_t device_peak_bytes);
+v1::MemoryReport MemoryToProto(const RankMemory& memory);
 RankMemory MemoryFromProto(const v1::MemoryReport& proto, int32_t rank);
 
 }  // namespace lmhead

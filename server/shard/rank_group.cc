@@ -1,0 +1,121 @@
+#include "server/shard/rank_group.h"
+
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "server/compute/shard_group.h"
+#include "spdlog/spdlog.h"
+
+namespace lmhead {
+
+absl::StatusOr<std::unique_ptr<RankGroup>> RankGroup::Start(const Hardware& hardware,
+                                                            const Options& options) {
+  std::unique_ptr<RankGroup> group(new RankGroup(hardware, options));
+  if (options.config.num_ranks == 1) return group;
+  if (absl::Status status = group->MakeRanks(); !status.ok()) return status;
+  if (absl::Status status = group->StartLeader(); !status.ok()) return status;
+  return group;
+}
+
+RankGroup::RankGroup(const Hardware& hardware, const Options& options)
+    : hardware_(hardware), options_(options) {
+  for (int32_t index = 0; index < options_.config.num_local; ++index) {
+    accounts_.push_back(std::make_unique<MemoryAccount>());
+    account_views_.push_back(accounts_.back().get());
+    local_memory_.push_back(std::make_unique<LocalMemory>(hardware_.devices[index], hardware_.kind,
+                                                          index, account_views_.back()));
+  }
+}
+
+absl::Status RankGroup::MakeRanks() {
+  const RankConfig& config = options_.config;
+  absl::StatusOr<std::string> collective = ChooseCollective(config.collective, hardware_);
+  if (!collective.ok()) return collective.status();
+  collective_ = *std::move(collective);
+  const GroupFacts group = {.num_ranks = config.num_ranks,
+                            .collective = collective_,
+                            .timeout = config.collective_timeout};
+  std::vector<std::unique_ptr<Rank>> ranks;
+  for (int32_t rank = 0; rank < config.num_local; ++rank) {
+    absl::StatusOr<std::unique_ptr<LocalRank>> local =
+        MakeLocalRank(hardware_, rank, rank, group, config.collective_host, account_views_[rank]);
+    if (!local.ok()) {
+      return absl::Status(local.status().code(),
+                          absl::StrCat("rank ", rank, ": ", local.status().message()));
+    }
+    ranks.push_back(*std::move(local));
+  }
+  for (int32_t rank = config.num_local; rank < config.num_ranks; ++rank) {
+    auto remote =
+        std::make_unique<RemoteRank>(rank, ShardLeader::SilenceLimit(config.collective_timeout));
+    remote_.push_back(remote.get());
+    ranks.push_back(std::move(remote));
+  }
+  pool_ = std::make_unique<RankPool>(std::move(ranks),
+                                     RankPool::Options{.broadcast_hidden_states = !remote_.empty(),
+                                                       .on_change = [this](bool connected) {
+                                                         options_.on_ready(connected);
+                                                         if (!connected) options_.request_connect();
+                                                       }});
+  spdlog::info("{} ranks over {}, {} of them in this process", config.num_ranks, collective_,
+               config.num_local);
+  return absl::OkStatus();
+}
+
+absl::Status RankGroup::StartLeader() {
+  if (remote_.empty()) return absl::OkStatus();
+  const RankConfig& config = options_.config;
+  absl::StatusOr<std::unique_ptr<ShardLeader>> leader =
+      ShardLeader::Start({.listen = config.group_listen,
+                          .credentials = options_.credentials,
+                          .version = options_.version,
+                          .backend = hardware_.backend,
+                          .collective = collective_,
+                          .timeout = config.collective_timeout,
+                          .request_connect = options_.request_connect},
+                         pool_.get(), remote_);
+  if (!leader.ok()) return leader.status();
+  leader_ = *std::move(leader);
+  const size_t colon = config.group_listen.rfind(':');
+  group_address_ = absl::StrCat(config.group_listen.substr(0, colon), ":", leader_->port());
+  spdlog::info("waiting for the followers of ranks {} to {} at {}", config.num_local,
+               config.num_ranks - 1, group_address_);
+  return absl::OkStatus();
+}
+
+RankGroup::~RankGroup() { StopFollowers(); }
+
+void RankGroup::StopFollowers() {
+  if (leader_ != nullptr) leader_->Stop();
+}
+
+absl::StatusOr<std::unique_ptr<ComputeBackend>> RankGroup::MakeHead(const HeadSpec& spec,
+                                                                    const MemoryPlan& plan) {
+  if (pool_ != nullptr) return ShardGroup::Create(pool_.get(), spec, plan);
+  return MakeBackend(hardware_, 0, account_views_[0], spec, plan, {});
+}
+
+absl::Status RankGroup::Connect() { return pool_ == nullptr ? absl::OkStatus() : pool_->Connect(); }
+
+bool RankGroup::ready() const { return pool_ == nullptr || pool_->connected(); }
+
+std::vector<RankMemory> RankGroup::ReadMemory() const {
+  std::vector<RankMemory> memory;
+  for (const std::unique_ptr<LocalMemory>& local : local_memory_) {
+    memory.push_back(local->Read(static_cast<int32_t>(memory.size())));
+  }
+  for (const RemoteRank* remote : remote_) memory.push_back(remote->memory());
+  return memory;
+}
+
+std::vector<Hardware::Device> RankGroup::ReadDevices() const {
+  std::vector<Hardware::Device> devices = hardware_.devices;
+  for (const RemoteRank* remote : remote_) {
+    const std::optional<v1::JoinGroup> facts = remote->facts();
+    devices.push_back({.name = facts.has_value() ? facts->device_name() : "",
+                       .total_bytes = facts.has_value() ? facts->total_memory_bytes() : 0});
+  }
+  return devices;
+}
+
+}  // namespace lmhead

@@ -1,0 +1,132 @@
+// Two hosts: a server and its follower in network namespaces of their own, with a cable that is
+// pulled. Needs root and iproute2.
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <string>
+
+#include "absl/strings/str_cat.h"
+#include "tests/e2e/service_fixture.h"
+#include "tests/shard/shard_processes.h"
+
+namespace lmhead::shard {
+namespace {
+
+using e2e::HeadShape;
+using e2e::Rows;
+using ::testing::HasSubstr;
+
+bool Run(const std::string& command) {
+  return std::system(absl::StrCat(command, " 2>/dev/null").c_str()) == 0;
+}
+
+// Two namespaces joined by a pair of virtual interfaces.
+class TwoHosts {
+ public:
+  TwoHosts()
+      : leader_(absl::StrCat("lmhead-a-", getpid())),
+        follower_(absl::StrCat("lmhead-b-", getpid())),
+        folder_(std::filesystem::temp_directory_path() / leader_) {
+    const std::string cable = absl::StrCat("lm", getpid());
+    there_ = geteuid() == 0 && Run("ip netns add " + leader_) && Run("ip netns add " + follower_) &&
+             Run(absl::StrCat("ip link add ", cable, "a netns ", leader_, " type veth peer name ",
+                              cable, "b netns ", follower_)) &&
+             Set(leader_, absl::StrCat(cable, "a"), "10.77.0.1") &&
+             Set(follower_, absl::StrCat(cable, "b"), "10.77.0.2");
+    cable_ = absl::StrCat(cable, "b");
+    std::filesystem::create_directories(folder_);
+  }
+  ~TwoHosts() {
+    Run("ip netns del " + leader_);
+    Run("ip netns del " + follower_);
+    std::filesystem::remove_all(folder_);
+  }
+
+  bool there() const { return there_; }
+  const std::filesystem::path& folder() const { return folder_; }
+  std::vector<std::string> OnFollower() const {
+    return {"ip", "netns", "exec", follower_, e2e::LmheadBinary()};
+  }
+  // A program that is `lmhead` on the leader's host.
+  std::string LeaderBinary() const {
+    const std::string path = folder_ / "lmhead";
+    std::ofstream(path) << "#!/bin/sh\nexec ip netns exec " << leader_ << " " << e2e::LmheadBinary()
+                        << " \"$@\"\n";
+    std::filesystem::permissions(path, std::filesystem::perms::owner_all);
+    return path;
+  }
+  bool SetCable(const char* state) const {
+    return Run(absl::StrCat("ip -n ", follower_, " link set ", cable_, " ", state));
+  }
+
+ private:
+  static bool Set(const std::string& space, const std::string& link, const std::string& address) {
+    return Run(absl::StrCat("ip -n ", space, " addr add ", address, "/24 dev ", link)) &&
+           Run(absl::StrCat("ip -n ", space, " link set ", link, " up")) &&
+           Run(absl::StrCat("ip -n ", space, " link set lo up"));
+  }
+
+  const std::string leader_;
+  const std::string follower_;
+  const std::filesystem::path folder_;
+  std::string cable_;
+  bool there_ = false;
+};
+
+void AwaitReady(const std::string& address, bool wanted) {
+  const absl::Time deadline = absl::Now() + absl::Seconds(90);
+  while (IsServing(address, "readiness") != wanted) {
+    ASSERT_LT(absl::Now(), deadline) << "readiness did not become " << wanted;
+    absl::SleepFor(absl::Milliseconds(50));
+  }
+}
+
+TEST(ShardNetworkTest, ACableThatIsPulledEndsTheStepAndBringsTheGroupBackWhenItIsPutIn) {
+  const TwoHosts hosts;
+  if (!hosts.there()) GTEST_SKIP() << "needs root and network namespaces (ip netns)";
+  const std::string socket = absl::StrCat("unix:", (hosts.folder() / "lmhead.sock").string());
+  auto server = LocalServer::Start(
+      hosts.LeaderBinary(),
+      {"--backend=cpu", absl::StrCat("--listen=", socket), "--ranks=2", "--local_ranks=1",
+       "--group_listen=10.77.0.1:0", "--collective_timeout_seconds=4"});
+  LMHEAD_ASSERT_OK(server);
+  FollowerChild follower(hosts.OnFollower(), (*server)->group_address(), 1);
+  AwaitReady(socket, true);
+  const auto client = e2e::ConnectTo(socket);
+  const HeadShape shape;
+  LMHEAD_ASSERT_OK(e2e::CreateHead(client.get(), shape));
+  std::vector<Rows> rows = {e2e::MakeRows(shape, 200, 1, 0)};
+  Client* const workers[] = {client.get()};
+  LMHEAD_ASSERT_OK(e2e::RunStep(client.get(), workers, shape, 1, {}, &rows));
+
+  auto incarnation = e2e::BeginStep(client.get(), shape, 2, 1);
+  LMHEAD_ASSERT_OK(incarnation);
+  ASSERT_TRUE(hosts.SetCable("down"));
+  Rows second = e2e::MakeRows(shape, 200, 2, 0);
+  const auto fed = e2e::Feed(client.get(), shape, 2, *incarnation, e2e::WorkerName(0), {}, &second);
+  ASSERT_FALSE(fed.ok());
+  EXPECT_THAT(std::string(fed.status().message()), HasSubstr("rank 1"));
+  AwaitReady(socket, false);
+  LMHEAD_ASSERT_OK(e2e::AbortStep(client.get(), shape, 2, *incarnation));
+
+  ASSERT_TRUE(hosts.SetCable("up"));
+  AwaitReady(socket, true);
+  rows = {e2e::MakeRows(shape, 200, 2, 0)};
+  LMHEAD_ASSERT_OK(e2e::RunStep(client.get(), workers, shape, 2, {}, &rows));
+  e2e::OracleTrainer oracle(shape);
+  for (uint64_t step = 1; step <= 2; ++step) {
+    const std::vector<Rows> wanted = {e2e::MakeRows(shape, 200, step, 0)};
+    oracle.Step(wanted, step);
+  }
+  const auto weight = e2e::ReadTensor(client.get(), shape, v1::TENSOR_KIND_WEIGHT);
+  LMHEAD_ASSERT_OK(weight);
+  EXPECT_LE(e2e::RelativeError(*weight, std::span(oracle.weight())), 1e-5);
+}
+
+}  // namespace
+}  // namespace lmhead::shard

@@ -1,0 +1,88 @@
+// A server and its followers as real processes, and what the tests do to them.
+
+#ifndef LMHEAD_TESTS_SHARD_SHARD_PROCESSES_H_
+#define LMHEAD_TESTS_SHARD_SHARD_PROCESSES_H_
+
+#include <sys/types.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/time/time.h"
+#include "client/cpp/client.h"
+#include "client/cpp/local_server.h"
+
+namespace lmhead::shard {
+
+// `lmhead follow` as a child process.
+class FollowerChild {
+ public:
+  // Runs `command… follow --leader=… --rank=…`; ends the test program when it cannot be started.
+  FollowerChild(const std::vector<std::string>& command, const std::string& leader, int rank,
+                const std::vector<std::string>& extra_flags = {});
+  ~FollowerChild();  // SIGKILL when still running.
+  FollowerChild(const FollowerChild&) = delete;
+  FollowerChild& operator=(const FollowerChild&) = delete;
+
+  void Signal(int signal);
+  void Kill() { Signal(SIGKILL), Wait(absl::Seconds(10)); }
+
+  // The exit code, or 128 + the signal that ended it; none when it has not ended in time.
+  std::optional<int> Wait(absl::Duration timeout);
+
+  std::string Log() const;
+
+ private:
+  pid_t pid_ = -1;
+  std::string log_path_;
+};
+
+// How a group is spread over processes.
+struct Layout {
+  int num_ranks = 2;
+  int num_local = 1;           // In the server.
+  int ranks_per_follower = 1;  // Of the others.
+};
+
+struct GroupOptions {
+  Layout layout;
+  double collective_timeout_seconds = 20.0;
+  std::vector<std::string> server_flags;
+  std::vector<std::string> follower_flags;
+};
+
+// A server, its followers, and a client.
+class ShardProcesses {
+ public:
+  // Starts all of them and waits until the group stands.
+  explicit ShardProcesses(const GroupOptions& options);
+
+  LocalServer& server() { return *server_; }
+  Client* client() { return client_.get(); }
+  size_t num_followers() const { return followers_.size(); }
+  FollowerChild& follower(size_t index) { return *followers_[index]; }
+  int first_rank_of(size_t index) const;
+
+  void StartFollower(size_t index);  // In the place of one that has ended.
+
+  // The server's readiness, as a probe sees it.
+  bool ready() const;
+  // Waits for that; ends the test program when it does not come, with everybody's logs.
+  void AwaitReady(bool ready) const;
+
+ private:
+  const GroupOptions options_;
+  std::unique_ptr<LocalServer> server_;
+  std::vector<std::unique_ptr<FollowerChild>> followers_;
+  std::unique_ptr<Client> client_;
+};
+
+// Whether a service at this address says that it is ready (or live).
+bool IsServing(const std::string& address, const std::string& name);
+
+}  // namespace lmhead::shard
+
+#endif  // LMHEAD_TESTS_SHARD_SHARD_PROCESSES_H_
