@@ -1,6 +1,6 @@
 """Tensors to memory that the client library reads, and results back.
 
-CPU tensors are lent as they are, when dense. CUDA tensors go through pinned buffers on a copy stream of their own: the
+CPU tensors are lent as they are, when dense. CUDA tensors go through pinned buffers on copy streams of their own: the
 download is waited for once, by its event, on the thread that submits; the upload of the gradient is ordered before what
 the caller's stream does next, without waiting.
 """
@@ -8,7 +8,7 @@ the caller's stream does next, without waiting.
 from __future__ import annotations
 
 import threading
-from typing import Dict, Optional
+from typing import Dict, Optional, Tuple
 
 import torch
 
@@ -16,7 +16,7 @@ DTYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 DTYPE_NAMES = {torch.float32: "DTYPE_FLOAT32", torch.bfloat16: "DTYPE_BFLOAT16", torch.float16: "DTYPE_FLOAT16"}
 DTYPES_BY_NAME = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
-_copy_streams: Dict[torch.device, "torch.cuda.Stream"] = {}
+_copy_streams: Dict[Tuple[torch.device, str], "torch.cuda.Stream"] = {}
 _copy_streams_lock = threading.Lock()
 
 
@@ -26,11 +26,11 @@ def check_dtype(tensor: torch.Tensor, name: str) -> None:
         raise ValueError(f"{name} is {tensor.dtype}, want torch.float32, torch.bfloat16 or torch.float16")
 
 
-def _copy_stream(device: torch.device) -> "torch.cuda.Stream":
+def _copy_stream(device: torch.device, direction: str) -> "torch.cuda.Stream":
     with _copy_streams_lock:
-        if device not in _copy_streams:
-            _copy_streams[device] = torch.cuda.Stream(device)
-        return _copy_streams[device]
+        if (device, direction) not in _copy_streams:
+            _copy_streams[device, direction] = torch.cuda.Stream(device)
+        return _copy_streams[device, direction]
 
 
 class Download:
@@ -47,7 +47,7 @@ class Download:
             self._start(device, {name: tensor for name, tensor in dense.items() if tensor.is_cuda})
 
     def _start(self, device: torch.device, tensors: Dict[str, torch.Tensor]) -> None:
-        stream = _copy_stream(device)
+        stream = _copy_stream(device, "down")
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             for name, tensor in tensors.items():
@@ -75,7 +75,7 @@ def upload(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     """``host`` on ``device``, ready for the current stream, which does not wait on the host."""
     if device.type != "cuda":
         return host.to(device)
-    stream = _copy_stream(device)
+    stream = _copy_stream(device, "up")
     current = torch.cuda.current_stream(device)
     with torch.cuda.stream(stream):
         there = host.to(device, non_blocking=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Callable, Optional, TypeVar
 
-from lmhead.errors import HeadPoisoned, NotFound, StepLost, Unavailable
+from lmhead.errors import FailedPrecondition, HeadPoisoned, NotFound, StepLost, Unavailable
 from lmhead.head import RemoteHead
 from lmhead.step import Step
 from lmhead.workers import SINGLE, Workers
@@ -23,7 +23,7 @@ def elastic_step(head: RemoteHead, number: int, body: Callable[[Step], T], *, wo
     been applied. So a lost step leaves no trace.
 
     A service that was restarted has no heads. ``on_restart(head)`` brings this one back as of step number - 1: restores
-    a checkpoint, or deletes, creates and loads it (the same is asked of it for a head that was poisoned). On the ranks
+    a checkpoint (RemoteHead.restore_checkpoint), or deletes, creates and loads it (the same is asked of it for a head that was poisoned). On the ranks
     of a torch.distributed job the first rank calls it.
 
     Args:
@@ -33,9 +33,11 @@ def elastic_step(head: RemoteHead, number: int, body: Callable[[Step], T], *, wo
     Raises:
         StepLost: the last attempt was lost, too.
         Unavailable: the service did not come back in time.
+        FailedPrecondition: the head came back as of another step.
         Error: whatever ``body`` or ``on_restart`` raise besides.
     """
     incarnation = _await_service(head, outage_seconds)
+    committed = head.info().last_committed_step
     for attempt in range(1, attempts + 1):
         step = head.step(number, workers, num_recipes)
         step.commit_patience_seconds = outage_seconds
@@ -48,11 +50,11 @@ def elastic_step(head: RemoteHead, number: int, body: Callable[[Step], T], *, wo
         except (StepLost, HeadPoisoned):
             if attempt == attempts:
                 raise
-            incarnation = _recover(head, number, incarnation, workers, on_restart, outage_seconds)
+            incarnation = _recover(head, number, committed, incarnation, workers, on_restart, outage_seconds)
     raise AssertionError("unreachable")
 
 
-def _recover(head: RemoteHead, number: int, incarnation: int, workers: Workers,
+def _recover(head: RemoteHead, number: int, committed: int, incarnation: int, workers: Workers,
              on_restart: Optional[Callable[[RemoteHead], None]], outage_seconds: float) -> int:
     """Waits for the service and makes it ready for another attempt. Nobody leaves before all are done: a late abort
     would hit the new attempt."""
@@ -69,22 +71,26 @@ def _recover(head: RemoteHead, number: int, incarnation: int, workers: Workers,
                 raise HeadPoisoned(f"head {head.name} had a fatal error, and there is no on_restart to bring it back: "
                                    f"{info.poisoned_by}")
         if workers.leader or not workers.grouped:
-            _restore(head, on_restart)
+            _restore(head, committed, on_restart)
         return now
 
     now, _ = workers.agree(settle)
     return now
 
 
-def _restore(head: RemoteHead, on_restart: Optional[Callable[[RemoteHead], None]]) -> None:
+def _restore(head: RemoteHead, committed: int, on_restart: Optional[Callable[[RemoteHead], None]]) -> None:
     if on_restart is not None:
         on_restart(head)
-        return
     try:
-        head.info()  # A server that restores its heads itself.
+        info = head.info()  # Also of a server that restores its heads itself.
     except NotFound as error:
         raise NotFound(f"{error.message}; the service has restarted: pass on_restart= to elastic_step, which restores a "
                        "checkpoint or creates and loads the head") from error
+    # A head that was created anew counts from 0.
+    if info.last_committed_step not in (0, committed):
+        raise FailedPrecondition(f"head {head.name} was restored as of step {info.last_committed_step}, the trainer is at "
+                                 f"step {committed}: restore the trunk of step {info.last_committed_step}, too, and go on "
+                                 "from there")
 
 
 def _await_service(head: RemoteHead, outage_seconds: float) -> int:

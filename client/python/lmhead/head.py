@@ -16,6 +16,7 @@ from lmhead.step import Step, _Streams, checked_arguments
 from lmhead.workers import SINGLE, Workers
 
 CLIENT_OPTIONS = tuple(inspect.signature(Client).parameters)[1:]
+CHECKPOINT_SECONDS = 3600.0  # A large head on slow storage.
 TENSORS = {"weight": 1, "bias": 2, "grad_weight": 3, "grad_bias": 4, "master_weight": 5}
 
 
@@ -187,6 +188,21 @@ class RemoteHead:
                                         columns, rows.data_ptr())
         return rows
 
+    # --- Checkpoints --------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(self, name: str = "") -> str:
+        """Writes weights, optimizer state and step to the server's checkpoint folder, between steps; gives its name.
+
+        Args:
+            name: below the head's folder there; empty: after the step.
+        """
+        return self.client.call("SaveCheckpoint", timeout=CHECKPOINT_SECONDS, head=self.name, name=name)["name"]
+
+    def restore_checkpoint(self, name: str = "") -> HeadInfo:
+        """Brings the head back from a checkpoint, the newest complete one when none is named; makes it when it is gone."""
+        return _info_of(self.client.call("RestoreCheckpoint", timeout=CHECKPOINT_SECONDS, head=self.name,
+                                         name=name)["head"])
+
     # --- Training -----------------------------------------------------------------------------------------------------
 
     def step(self, number: Optional[int] = None, workers: Workers = SINGLE, num_recipes: int = 1) -> Step:
@@ -280,7 +296,7 @@ class RemoteHead:
                     incarnation: int, top_k: int = 0) -> _native.NativeWriter:
         """The streams for such calls. For Step; there is no need to call it."""
         message = {"head": self.name, "step": str(step), "worker": worker, "incarnation": str(incarnation),
-                   "hidden_dtype": _staging.DTYPE_NAMES[arguments.hidden.dtype], "recipe": arguments.recipe_message(),
+                   "hidden_dtype": _staging.DTYPE_NAMES[arguments.dtype], "recipe": arguments.recipe_message(),
                    "outputs": {"grad_hidden_states": want_grad, "top_k": top_k, **{name: True for name in outputs}}}
         return _native.NativeWriter(self.client.native, message, *self._writer_options)
 

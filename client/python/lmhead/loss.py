@@ -40,13 +40,15 @@ class Arguments:
 
     leading: Tuple[int, ...]
     device: torch.device
-    hidden: torch.Tensor
-    inputs: Dict[str, torch.Tensor]  # Also targets, as int64, and teacher_hidden_states.
+    dtype: torch.dtype
+    num_tokens: int
+    hidden_size: int
+    inputs: Dict[str, torch.Tensor]  # hidden, targets (int64), teacher_hidden_states, and what else was given.
     recipe: Recipe
 
-    @property
-    def num_tokens(self) -> int:
-        return self.hidden.shape[0]
+    def release(self) -> None:
+        """Lets go of what is not needed once the results are there."""
+        self.inputs = {name: self.inputs[name] for name in ("targets", "token_weights") if name in self.inputs}
 
     def recipe_message(self) -> Dict[str, Any]:
         teacher = self.inputs.get("teacher_hidden_states")
@@ -70,7 +72,7 @@ def gather(hidden: torch.Tensor, labels: torch.Tensor, recipe: Recipe, shift: bo
         raise ValueError(f"labels is {labels.dtype}, want integers")
     if 0 in leading:
         raise ValueError(f"hidden has shape {tuple(hidden.shape)}, want at least one token")
-    inputs: Dict[str, torch.Tensor] = {}
+    inputs = {"hidden": hidden.detach().reshape(-1, hidden.shape[-1])}
     targets = labels.detach().to(torch.int64)
     inputs["targets"] = (shift_left(targets, recipe.ignore_index) if shift else targets).reshape(-1)
     for name, tensor in token_inputs.items():
@@ -94,7 +96,8 @@ def gather(hidden: torch.Tensor, labels: torch.Tensor, recipe: Recipe, shift: bo
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}, want {leading} and top_k")
         dtype = torch.int32 if name == "teacher_topk_ids" else torch.float32
         inputs[name] = tensor.detach().to(dtype).reshape(-1, tensor.shape[-1])
-    return Arguments(leading, hidden.device, hidden.reshape(-1, hidden.shape[-1]), inputs, recipe)
+    rows = inputs["hidden"]
+    return Arguments(leading, hidden.device, hidden.dtype, rows.shape[0], rows.shape[1], inputs, recipe)
 
 
 def _int32(targets: torch.Tensor) -> torch.Tensor:
@@ -116,7 +119,7 @@ class Call:
         self.scale = grad_scale  # Of the objective; becomes grad_scale / items for a mean.
         self.num_items = num_items
         self.sums: Optional[_native.LossResult] = None
-        self._download = _staging.Download({"hidden": arguments.hidden, **arguments.inputs})
+        self._download = _staging.Download(arguments.inputs)
         self._host: Dict[str, torch.Tensor] = {}  # Lent to the library until its wait returns.
         self._outputs = outputs
         self.grad: Optional[torch.Tensor] = None
@@ -128,8 +131,8 @@ class Call:
         self._host = dict(host, targets=_int32(host["targets"]))
         if self.reduction == "mean":
             self.scale /= max(self._items(), 1e-30)
-        rows = _native.LossRows(num_tokens=self.arguments.num_tokens, hidden_size=self.arguments.hidden.shape[1],
-                                hidden_dtype=_staging.DTYPES[self.arguments.hidden.dtype], grad_scale=self.scale)
+        rows = _native.LossRows(num_tokens=self.arguments.num_tokens, hidden_size=self.arguments.hidden_size,
+                                hidden_dtype=_staging.DTYPES[self.arguments.dtype], grad_scale=self.scale)
         for name, tensor in self._host.items():
             setattr(rows, "hidden_states" if name == "hidden" else name, tensor.data_ptr())
         teacher = self._host.get("teacher_hidden_states")
@@ -140,7 +143,7 @@ class Call:
             rows.teacher_top_k = self._host["teacher_topk_ids"].shape[1]
         device = self.arguments.device
         if self.want_grad:
-            self.grad = _staging.empty_like_host(self._host["hidden"].shape, self.arguments.hidden.dtype, device)
+            self.grad = _staging.empty_like_host(self._host["hidden"].shape, self.arguments.dtype, device)
             rows.grad_hidden_states = self.grad.data_ptr()
         for name in self._outputs:
             self.results[name] = _staging.empty_like_host((self.arguments.num_tokens,), OUTPUTS[name], device)
@@ -176,6 +179,7 @@ class Call:
         if self.grad is not None:
             self.grad = _staging.upload(self.grad, device)
         self._host = {}
+        self.arguments.release()
 
     def value(self) -> torch.Tensor:
         """The reduced loss, without a graph."""

@@ -237,7 +237,7 @@ class Step:
     def _streams_for(self, arguments: Arguments, outputs: Tuple[str, ...], want_grad: bool) -> _Streams:
         message = arguments.recipe_message()
         distillation = message.get("distillation", {})
-        key = (arguments.recipe, arguments.hidden.dtype, outputs, want_grad, message["token_weights"],
+        key = (arguments.recipe, arguments.dtype, outputs, want_grad, message["token_weights"],
                message["per_token_temperature"], distillation.get("teacher_hidden_dtype"), distillation.get("top_k"))
         if key in self._streams:
             return self._streams[key]
