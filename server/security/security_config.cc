@@ -19,7 +19,8 @@ bool IsLocalAddress(const std::string& listen) {
   return inet_pton(AF_INET, host.c_str(), &address) == 1 && (ntohl(address.s_addr) >> 24) == 127;
 }
 
-absl::Status ValidateSecurityConfig(const SecurityConfig& config, const std::string& listen) {
+absl::Status ValidateSecurityConfig(const SecurityConfig& config, const std::string& listen,
+                                    const char* flag) {
   if (config.tls_cert_file.empty() != config.tls_key_file.empty()) {
     const bool cert = config.tls_key_file.empty();
     return absl::InvalidArgumentError(
@@ -36,7 +37,7 @@ absl::Status ValidateSecurityConfig(const SecurityConfig& config, const std::str
     }
     if (!config.insecure && !IsLocalAddress(listen)) {
       return absl::InvalidArgumentError(
-          absl::StrCat("--listen=", listen,
+          absl::StrCat(flag, "=", listen,
                        " is plaintext on an address that other machines reach: give "
                        "--tls_cert_file and --tls_key_file, or --insecure when the network keeps "
                        "strangers out"));

@@ -25,7 +25,8 @@ struct SecurityConfig {
 bool IsLocalAddress(const std::string& listen);
 
 // OK when the fields fit each other and the address. INVALID_ARGUMENT naming the flag to change.
-absl::Status ValidateSecurityConfig(const SecurityConfig& config, const std::string& listen);
+absl::Status ValidateSecurityConfig(const SecurityConfig& config, const std::string& listen,
+                                    const char* flag = "--listen");
 
 }  // namespace lmhead
 

@@ -12,8 +12,8 @@
 
 namespace lmhead {
 
-// Plaintext when `security` has no TLS. For one port; the caller holds them for as long as the
-// server lives (gRPC does not), and `security` longer.
+// Plaintext when `security` has no TLS. For any number of ports and servers; the caller holds them
+// for as long as those live (gRPC does not), and `security` longer.
 std::shared_ptr<grpc::ServerCredentials> MakeServerCredentials(const Security* security);
 
 }  // namespace lmhead

@@ -465,7 +465,10 @@ TEST_F(SecureClientTest, AClientTakesItsNewCertificateForNewConnections) {
   const Leaf leaf = next.Issue({"DNS:localhost", "IP:127.0.0.1"});
   files_->Swap(
       {{"tls.crt", leaf.cert_pem}, {"tls.key", leaf.key_pem}, {"ca.crt", next.cert_pem()}});
+  ASSERT_TRUE(Eventually(
+      [&] { return !CallEmpty(ChannelOf("trainer.example.org"), "GetServerInfo").ok(); }));
   const Leaf mine = next.Issue({"DNS:trainer.example.org"});
+  EXPECT_FALSE((*client)->OpenWriter({.head = "lm", .worker = "w0"}).ok());
   client_files_->Swap(
       {{"tls.crt", mine.cert_pem}, {"tls.key", mine.key_pem}, {"ca.crt", next.cert_pem()}});
   // Each writer has a connection of its own.
