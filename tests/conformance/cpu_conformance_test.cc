@@ -18,7 +18,7 @@ BackendUnderTest CpuOf(int32_t num_ranks) {
           .create_collective = CreateCollective};
 }
 
-// Cases of several numbers of ranks. Nine ranks leave the smallest vocabularies to some of them.
+// Cases of several numbers of ranks. Nine of them do not all get rows of the smallest vocabularies.
 template <typename Case>
 std::vector<Case> OnRanks(std::vector<Case> (*cases)(const BackendUnderTest&, DType),
                           std::initializer_list<int32_t> nums_ranks) {
@@ -30,10 +30,10 @@ std::vector<Case> OnRanks(std::vector<Case> (*cases)(const BackendUnderTest&, DT
   return all;
 }
 
-INSTANTIATE_TEST_SUITE_P(Cpu, BackendConformance, testing::ValuesIn(OnRanks(CasesOf, {1, 2, 3})),
+INSTANTIATE_TEST_SUITE_P(Cpu, BackendConformance, testing::ValuesIn(OnRanks(CasesOf, {1, 3})),
                          CaseName);
 INSTANTIATE_TEST_SUITE_P(Cpu, TrainingConformance,
-                         testing::ValuesIn(OnRanks(TrainingCasesOf, {1, 2, 3})), CaseName);
+                         testing::ValuesIn(OnRanks(TrainingCasesOf, {1, 3})), CaseName);
 INSTANTIATE_TEST_SUITE_P(Cpu, GoldenConformance,
                          testing::ValuesIn(OnRanks(GoldenCasesOf, {1, 2, 3, 9})), GoldenCaseName);
 INSTANTIATE_TEST_SUITE_P(Cpu, PropertyConformance,
