@@ -63,6 +63,22 @@ TEST_F(ClientTest, DoesNotRepeatADeletion) {
   EXPECT_EQ(service_.num_delete_calls(), 1);
 }
 
+TEST_F(ClientTest, CallsByNameAreTheSameCalls) {
+  const auto info = client_->CallJson("GetServerInfo", "", absl::ZeroDuration());
+  ASSERT_TRUE(info.ok()) << info.status();
+  EXPECT_THAT(*info, HasSubstr(absl::StrCat("\"incarnation\":\"", service_.incarnation, "\"")));
+  service_.unavailable_calls = 2;
+  EXPECT_TRUE(client_->CallJson("GetServerInfo", "{}", absl::ZeroDuration()).ok());
+  EXPECT_EQ(service_.unavailable_calls, 0);
+  service_.unavailable_calls = 1;
+  EXPECT_TRUE(absl::IsUnavailable(
+      client_->CallJson("DeleteHead", R"({"head": "lm"})", absl::ZeroDuration()).status()));
+  EXPECT_EQ(service_.num_delete_calls(), 1);
+  const absl::Status streamed =
+      client_->CallJson("ComputeLoss", "{}", absl::ZeroDuration()).status();
+  EXPECT_TRUE(absl::IsInvalidArgument(streamed)) << streamed;
+}
+
 TEST_F(ClientTest, ReconnectsToAServerThatCameBack) {
   server_.Stop();
   server_.Start();

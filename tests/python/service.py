@@ -28,7 +28,7 @@ class Service:
         with open(folder / "log", "ab") as log:
             self._process = subprocess.Popen(
                 [BINARY, "serve", f"--listen={self.address}", "--metrics_listen=127.0.0.1:0", f"--ready_file={ready}",
-                 "--backend=cpu", "--memory_limit_bytes=2000000000"],
+                 "--backend=cpu", "--memory_limit_bytes=2000000000", f"--checkpoint_dir={folder}/checkpoints"],
                 stdout=log, stderr=log, env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE"})
         deadline = time.monotonic() + 30
         while not ready.exists():

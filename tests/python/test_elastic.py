@@ -14,13 +14,16 @@ LEARNING_RATE = 0.3
 
 
 class ElasticTest(ServiceTest):
-    def train(self, head, disturb):
+    def train(self, head, disturb, checkpoints=False, head_rate=LEARNING_RATE):
         """Trains; `disturb(number, moment)` may break things. Gives the losses and how often a body ran."""
         model = trunk.make_trunk()
         optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE)
         copy = {"weight": trunk.make_weight()}
 
         def restore(lost):
+            if checkpoints:
+                lost.restore_checkpoint()
+                return
             lmhead.RemoteHead.create(lost.client, lost.name, vocab_size=trunk.VOCAB_SIZE, hidden_size=trunk.HIDDEN_SIZE,
                                      optimizer=lmhead.SGD()).load_weight(copy["weight"])
 
@@ -36,18 +39,21 @@ class ElasticTest(ServiceTest):
             report = step.prepare()
             clipped = lmhead.clip_grad_norm(model.parameters(), report)
             disturb(step.number, "prepared")
-            step.commit(LEARNING_RATE, clipped.grad_multiplier)
+            step.commit(head_rate, clipped.grad_multiplier)
             return report.loss_mean
 
         losses = []
         for number in range(1, NUM_STEPS + 1):
             losses.append(lmhead.elastic_step(head, number, body, on_restart=restore, outage_seconds=60))
             optimizer.step()
-            copy["weight"] = head.read_weight()
+            if checkpoints:
+                head.save_checkpoint()
+            else:
+                copy["weight"] = head.read_weight()
         return losses, bodies
 
-    def new_head(self):
-        head = self.create(trunk.VOCAB_SIZE, trunk.HIDDEN_SIZE, optimizer=lmhead.SGD(), init_std=None)
+    def new_head(self, optimizer=lmhead.SGD()):
+        head = self.create(trunk.VOCAB_SIZE, trunk.HIDDEN_SIZE, optimizer=optimizer, init_std=None)
         head.load_weight(trunk.make_weight())
         return head
 
@@ -57,9 +63,9 @@ class ElasticTest(ServiceTest):
         timer.start()
         self.addCleanup(timer.join)
 
-    def test_a_service_that_dies_and_comes_back_changes_nothing(self):
-        want, _ = self.train(self.new_head(), lambda number, moment: None)
-        moments = {(3, "loss 0"), (6, "loss 1"), (9, "prepared")}
+    def check_that_dying_changes_nothing(self, moments, **options):
+        optimizer = options.pop("optimizer")
+        want, _ = self.train(self.new_head(optimizer), lambda number, moment: None, **options)
         pending = set(moments)
 
         def disturb(number, moment):
@@ -67,10 +73,26 @@ class ElasticTest(ServiceTest):
                 pending.remove((number, moment))
                 self.restart(0.5)
 
-        losses, bodies = self.train(self.new_head(), disturb)
+        losses, bodies = self.train(self.new_head(optimizer), disturb, **options)
         self.assertEqual(pending, set())
         self.assertEqual(len(bodies), NUM_STEPS + len(moments))
         self.assertEqual(losses, want)  # One worker and one stream: bitwise the same.
+
+    def test_a_service_that_dies_and_comes_back_changes_nothing(self):
+        self.check_that_dying_changes_nothing({(3, "loss 0"), (6, "loss 1"), (9, "prepared")}, optimizer=lmhead.SGD())
+
+    def test_a_checkpoint_brings_the_optimizers_state_back(self):
+        self.check_that_dying_changes_nothing({(5, "loss 1")}, optimizer=lmhead.AdamW(), checkpoints=True,
+                                              head_rate=0.01)
+
+    def test_a_head_that_comes_back_older_is_refused(self):
+        head = self.new_head()
+        lmhead.elastic_step(head, 1, lambda step: step.commit(0.1))
+        head.save_checkpoint("one")
+        lmhead.elastic_step(head, 3, lambda step: step.commit(0.1))
+        with self.assertRaisesRegex(lmhead.FailedPrecondition, "as of step 1, the trainer is at step 3"):
+            lmhead.elastic_step(head, 4, lambda step: (self.restart(0.1), step.prepare()),
+                                on_restart=lambda lost: lost.restore_checkpoint("one"))
 
     def test_without_a_way_to_restore_the_error_says_what_to_pass(self):
         head = self.new_head()

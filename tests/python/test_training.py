@@ -87,6 +87,17 @@ class TrainingTest(ServiceTest):
                 print(f"{name}: loss {losses[0]:.3f} to {losses[-1]:.3f}; largest difference of a loss {worst:.1e}, of the "
                       f"head's weight {weight_error:.1e}")
 
+    def test_forked_loaders_and_a_step_live_together(self):
+        head = self.create(trunk.VOCAB_SIZE, trunk.HIDDEN_SIZE, optimizer=lmhead.SGD())
+        model = trunk.make_trunk()
+        with head.step(1) as step:
+            loader = torch.utils.data.DataLoader([trunk.batch(1, rank, rows=1)[0][0] for rank in range(8)], batch_size=2,
+                                                 num_workers=2)
+            for ids in loader:
+                step.loss(model(ids), ids, shift=True).backward()
+            step.commit(0.1)
+        self.assertEqual(step.report.num_rows, 8 * trunk.CONTEXT)
+
     def test_a_bfloat16_head_follows_its_float32_master(self):
         head = self.create(trunk.VOCAB_SIZE, trunk.HIDDEN_SIZE, optimizer=lmhead.AdamW(), weight_dtype=torch.bfloat16,
                            init_std=None)

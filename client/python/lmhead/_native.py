@@ -131,10 +131,12 @@ class _Owner:
 
     def __init__(self, handle: c_void_p):
         self.handle = handle
+        self._process = os.getpid()
 
     def close(self) -> None:
         handle, self.handle = self.handle, None
-        if handle:
+        # A forked child, such as a DataLoader's worker, has the handle but not the threads behind it.
+        if handle and self._process == os.getpid():
             getattr(_library, f"lmhead_{self._closer}")(handle)
 
     def __del__(self) -> None:

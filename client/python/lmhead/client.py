@@ -13,7 +13,7 @@ def plain_address(address: str) -> str:
 
 
 class Client:
-    """A connection to one server. Thread-safe. Do not fork after making one: use the spawn start method.
+    """A connection to one server. Thread-safe. Processes forked later (a DataLoader's workers) must not use it.
 
     Args:
         address: ``host:port``, ``grpc://host:port``, ``dns:///name:port`` or ``unix:/path``.

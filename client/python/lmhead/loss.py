@@ -290,6 +290,11 @@ class LossFuture:
         """Whether everything has been sent."""
         return self._ticket.done()
 
+    @property
+    def waited(self) -> bool:
+        """Whether the results are here."""
+        return self._call.sums is not None
+
     def result(self) -> torch.Tensor:
         """The loss. Errors as ``Step.loss``."""
         if self._loss is None:

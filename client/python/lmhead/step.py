@@ -231,7 +231,7 @@ class Step:
         self._reductions.add("mean" if reduction == "mean" else "sum")
         ticket = streams.thread.submit(call.submit, streams.writer)
         future = LossFuture(call, lambda: streams.writer, ticket, hidden, self._ledger, self._explain, lambda: None)
-        self._futures.append(future)
+        self._futures = [other for other in self._futures if not other.waited] + [future]
         return future
 
     def _streams_for(self, arguments: Arguments, outputs: Tuple[str, ...], want_grad: bool) -> _Streams:
