@@ -24,6 +24,9 @@ ABSL_FLAG(int64_t, seq, 0, "estimate: tokens a sequence.");
 ABSL_FLAG(bool, bias, false, "estimate: the head has a bias.");
 ABSL_FLAG(bool, frozen, false, "estimate: the head is not trained: no gradient, no optimizer.");
 ABSL_FLAG(std::string, optimizer, "adamw", "estimate: adamw, sgd or sgd_momentum.");
+ABSL_FLAG(int64_t, teacher_hidden, 0,
+          "estimate: columns of the widest teacher head that the head is distilled from; 0: none.");
+ABSL_FLAG(int32_t, top_k_max, 0, "estimate: entries a token of top-k outputs and top-k teachers.");
 ABSL_FLAG(int32_t, ranks, 1, "estimate: GPUs the vocabulary is split over.");
 
 namespace lmhead {
@@ -102,6 +105,9 @@ absl::StatusOr<HeadSpec> SpecFromFlags() {
   const absl::Status checks[] = {
       CheckRange("vocab", absl::GetFlag(FLAGS_vocab), 1, kVocabSizeMax),
       CheckRange("hidden", absl::GetFlag(FLAGS_hidden), 1, kHiddenSizeMax),
+      CheckRange("teacher_hidden", absl::GetFlag(FLAGS_teacher_hidden), 0, kHiddenSizeMax),
+      CheckRange("top_k_max", absl::GetFlag(FLAGS_top_k_max), 0,
+                 std::min<int64_t>(kTopKMax, absl::GetFlag(FLAGS_vocab))),
       CheckRange("batch_tokens", absl::GetFlag(FLAGS_batch_tokens), 0, kBatchTokensMax)};
   for (const absl::Status& check : checks) {
     if (!check.ok()) return check;
@@ -114,6 +120,8 @@ absl::StatusOr<HeadSpec> SpecFromFlags() {
   spec.set_trainable(!frozen);
   *spec.mutable_optimizer() = *optimizer;
   spec.set_batch_tokens(absl::GetFlag(FLAGS_batch_tokens));
+  spec.set_teacher_hidden_size(absl::GetFlag(FLAGS_teacher_hidden));
+  spec.set_top_k_max(absl::GetFlag(FLAGS_top_k_max));
   return HeadSpecFromProto(spec, NameRule::kMayBeEmpty);
 }
 

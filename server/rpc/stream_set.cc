@@ -53,6 +53,9 @@ int32_t StreamSet::NumReserved() const {
 absl::StatusOr<int32_t> StreamSet::ReserveWindow(ChunkStream* stream, bool teacher_side,
                                                  int32_t wanted) {
   absl::MutexLock lock(&mu_);
+  // A client may be gone while its `open` is being read.
+  const auto found = streams_.find(stream);
+  if (found == streams_.end()) return absl::CancelledError("the stream is over");
   int32_t left_of_side = num_slots_ / 2;
   for (const auto& [key, member] : streams_) {
     if (member.teacher_side == teacher_side) left_of_side -= member.window;
@@ -65,7 +68,7 @@ absl::StatusOr<int32_t> StreamSet::ReserveWindow(ChunkStream* stream, bool teach
         " side of paired streams are taken, of ", num_slots_,
         " slots half; use fewer connections, or start the server with more --staging_slots"));
   }
-  Member& member = streams_.at(stream);
+  Member& member = found->second;
   member.teacher_side = teacher_side;
   member.window = std::clamp((left + 1) / 2, 1, std::max(wanted, 1));
   return member.window;

@@ -42,7 +42,7 @@ class StreamSet {
   // most `wanted`, at least 1, and half of what is left, so that the next stream finds some, too.
   // All streams of one side together get at most half of the slots, so that neither side starves
   // the other, and nobody the streams that are not paired. Held until Remove. RESOURCE_EXHAUSTED
-  // when none is left. REQUIRES: admitted; called once.
+  // when none is left, CANCELLED for a stream that was removed. Called once a stream.
   absl::StatusOr<int32_t> ReserveWindow(ChunkStream* stream, bool teacher_side, int32_t wanted);
 
   // Ends every stream with `status` and refuses new ones with it.

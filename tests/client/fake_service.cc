@@ -104,6 +104,11 @@ grpc::Status FakeService::Serve(const v1::StreamOpen& open, Stream* stream, Answ
       answers.Push(ended);
       continue;
     }
+    if (request.has_received()) {
+      const absl::MutexLock lock(&mu_);
+      received_.push_back(request.received().chunk_index());
+      continue;
+    }
     if (check_chunk) {
       if (grpc::Status status = check_chunk(request.chunk()); !status.ok()) return status;
     }
@@ -129,6 +134,10 @@ v1::ComputeLossResponse FakeService::Answer(const v1::StreamOpen& open, const v1
     if (open.outputs().lse()) result.add_lse(FakeLse(target));
     if (open.outputs().entropy()) result.add_entropy(FakeEntropy(target));
     if (open.outputs().argmax()) result.add_argmax(FakeArgmax(target));
+    for (int32_t k = 0; k < open.outputs().top_k(); ++k) {
+      result.add_topk_ids(FakeTopkId(target, k));
+      result.add_topk_logprobs(FakeTopkLogprob(target, k));
+    }
   }
   result.mutable_sums()->set_loss_sum(loss_sum);
   if (open.outputs().grad_hidden_states()) {
@@ -220,6 +229,11 @@ std::vector<v1::StreamOpen> FakeService::opens() const {
 std::vector<int64_t> FakeService::chunk_rows() const {
   const absl::MutexLock lock(&mu_);
   return chunk_rows_;
+}
+
+std::vector<uint64_t> FakeService::received() const {
+  const absl::MutexLock lock(&mu_);
+  return received_;
 }
 
 std::map<uint32_t, int> FakeService::chunks_by_stream() const {

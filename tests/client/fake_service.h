@@ -27,6 +27,10 @@ inline float FakeLogprob(int32_t target) { return -FakeTokenLoss(target); }
 inline float FakeLse(int32_t target) { return static_cast<float>(target) + 2.0f; }
 inline float FakeEntropy(int32_t target) { return static_cast<float>(target) * 3.0f; }
 inline int32_t FakeArgmax(int32_t target) { return target + 7; }
+inline int32_t FakeTopkId(int32_t target, int32_t k) { return target * 100 + k; }
+inline float FakeTopkLogprob(int32_t target, int32_t k) {
+  return static_cast<float>(-target) - static_cast<float>(k);
+}
 inline char FakeGradByte(char hidden) { return static_cast<char>(hidden ^ 0x5a); }
 
 class FakeService final : public v1::LmHeadService::Service {
@@ -52,6 +56,7 @@ class FakeService final : public v1::LmHeadService::Service {
   std::map<std::string, std::set<uint64_t>> ledger() const;  // Chunk indices by worker.
   std::vector<v1::StreamOpen> opens() const;
   std::vector<int64_t> chunk_rows() const;  // Rows of each chunk, by arrival.
+  std::vector<uint64_t> received() const;   // Of each `received`, by arrival.
   std::map<uint32_t, int> chunks_by_stream() const;
   int most_unanswered() const;  // Most chunks without a result that a stream ever had.
   int num_delete_calls() const { return num_delete_calls_; }
@@ -82,6 +87,7 @@ class FakeService final : public v1::LmHeadService::Service {
   std::map<std::string, std::set<uint64_t>> ledger_;
   std::vector<v1::StreamOpen> opens_;
   std::vector<int64_t> chunk_rows_;
+  std::vector<uint64_t> received_;
   std::map<uint32_t, int> chunks_by_stream_;
   std::map<int64_t, std::string> weight_rows_;
   v1::DType weight_dtype_ = v1::DTYPE_UNSPECIFIED;

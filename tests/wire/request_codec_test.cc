@@ -113,6 +113,25 @@ TEST(RequestDecoding, GathersRandomChunksFromSlicesOfAnySize) {
   }
 }
 
+TEST(RequestEncoding, BorrowsTheHiddenStatesOfBothSides) {
+  v1::Chunk chunk = SmallChunk();
+  chunk.set_teacher_hidden_states("teacher's hidden states, not a multiple");
+  int releases = 0;
+  std::vector<grpc::Slice> slices;
+  {
+    grpc::ByteBuffer buffer = EncodeRequest(ViewOfMessage(chunk), [&] { ++releases; });
+    EXPECT_EQ(BytesOf(buffer), RequestBytes(chunk));
+    ASSERT_TRUE(buffer.Dump(&slices).ok());
+  }
+  ASSERT_EQ(slices.size(), 4u);
+  EXPECT_EQ(static_cast<const void*>(slices[1].begin()), chunk.teacher_hidden_states().data());
+  EXPECT_EQ(static_cast<const void*>(slices[3].begin()), chunk.hidden_states().data());
+  slices.pop_back();
+  EXPECT_EQ(releases, 0);  // The other piece is still held.
+  slices.clear();
+  EXPECT_EQ(releases, 1);
+}
+
 TEST(RequestDecoding, PiecesLieAlignedInsideTheDestination) {
   Destination destination(kRoom);
   const auto decoded = Decode(RequestBytes(SmallChunk()), destination);
