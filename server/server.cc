@@ -141,6 +141,7 @@ class Server::Impl {
   // In the order of use: each outlives those below it.
   std::unique_ptr<HealthServer> health_;  // Answers until the end.
   std::unique_ptr<Security> security_;
+  std::shared_ptr<grpc::ServerCredentials> credentials_;
   std::unique_ptr<CallGuard> guard_;
   Metrics metrics_;
   MemoryBudget budget_;
@@ -154,13 +155,13 @@ class Server::Impl {
   std::unique_ptr<StepWatchdog> watchdog_;
   std::unique_ptr<LmHeadServiceImpl> service_;
   std::unique_ptr<GuardedService> guarded_;
-  std::shared_ptr<grpc::ServerCredentials> credentials_;
   std::unique_ptr<grpc::Server> grpc_;
   std::string address_;
   std::string metrics_address_;
   std::string health_address_;
 
   std::atomic<bool> connect_requested_{false};
+  std::string not_ready_;                  // Why the ranks are not connected; the executor's.
   std::atomic<bool> ranks_usable_{false};  // ranks_ and the executor are there.
   absl::Mutex ready_mu_;
   bool serving_ ABSL_GUARDED_BY(ready_mu_) = false;  // Calls are taken; the server is not stopping.
@@ -279,8 +280,9 @@ void Server::Impl::ConnectRanks() {
   if (!ranks_usable_ || connect_requested_.exchange(true)) return;
   executor_->Post([this] {
     connect_requested_ = false;
-    const absl::Status status = ranks_->Connect();
-    if (!status.ok()) spdlog::info("not ready: {}", std::string(status.message()));
+    const std::string problem(ranks_->Connect().message());
+    if (!problem.empty() && problem != not_ready_) spdlog::info("not ready: {}", problem);
+    not_ready_ = problem;
   });
 }
 

@@ -26,6 +26,14 @@ constexpr absl::Duration kPollInterval = absl::Milliseconds(1);
 // For an abort by NCCL; one that takes longer is left behind.
 constexpr absl::Duration kAbortGrace = absl::Seconds(10);
 
+// Keeps a thread that hangs until the process ends: it can be neither joined nor destroyed.
+void LeaveBehind(std::thread thread) {
+  static absl::Mutex mu(absl::kConstInit);
+  static auto& threads = *new std::vector<std::thread>;
+  absl::MutexLock lock(&mu);
+  threads.push_back(std::move(thread));
+}
+
 std::string ReadyKey(int32_t rank) { return absl::StrCat("nccl_rank_", rank); }
 
 // What the rank's thread and the watch share. Held by both, so that a watch that hangs in an abort
@@ -312,7 +320,7 @@ class NcclCollective final : public Collective {
     }
     spdlog::error("rank {}: NCCL does not come back from an abort; its thread is left behind",
                   rank_);
-    watch_.detach();
+    LeaveBehind(std::move(watch_));
   }
 
   int32_t rank() const override { return rank_; }

@@ -124,6 +124,11 @@ absl::Status ValidateServerConfig(const ServerConfig& config) {
         "--restore: got no --checkpoint_dir, wanted the directory to restore from");
   }
   if (absl::Status status = ValidateRanks(config.ranks); !status.ok()) return status;
+  if (!config.ranks.group_listen.empty()) {
+    absl::Status status =
+        ValidateSecurityConfig(config.security, config.ranks.group_listen, "--group_listen");
+    if (!status.ok()) return status;
+  }
   return ValidateSecurityConfig(config.security, config.listen);
 }
 

@@ -2,7 +2,9 @@
 
 #include <grpcpp/grpcpp.h>
 
+#include <algorithm>
 #include <map>
+#include <optional>
 #include <thread>
 #include <utility>
 

@@ -52,9 +52,61 @@ INSTANTIATE_TEST_SUITE_P(
         BadConfig{"NoInflight", [](ServerConfig* c) { c->max_inflight_chunks = 0; },
                   "--max_inflight_chunks"},
         BadConfig{"NegativeBatch", [](ServerConfig* c) { c->batch_tokens = -5; }, "--batch_tokens"},
+        BadConfig{"NegativeRanks", [](ServerConfig* c) { c->ranks.num_ranks = -1; },
+                  "--ranks: got -1, wanted 0 to"},
+        BadConfig{"MoreLocalRanks",
+                  [](ServerConfig* c) {
+                    c->ranks.num_ranks = 2;
+                    c->ranks.num_local = 3;
+                  },
+                  "--local_ranks: got 3, wanted 0 to 2"},
+        BadConfig{"FollowersWithoutAPort",
+                  [](ServerConfig* c) {
+                    c->ranks.num_ranks = 4;
+                    c->ranks.num_local = 1;
+                  },
+                  "--group_listen: got '', wanted host:port, where the followers of ranks 1 to 3"},
+        BadConfig{"PortWithoutFollowers",
+                  [](ServerConfig* c) { c->ranks.group_listen = "127.0.0.1:0"; },
+                  "--group_listen: got 127.0.0.1:0, but all 1 ranks are in this process"},
+        BadConfig{"FollowersOfAnyAddress",
+                  [](ServerConfig* c) {
+                    c->ranks.num_ranks = 2;
+                    c->ranks.num_local = 1;
+                    c->ranks.group_listen = "0.0.0.0:50060";
+                    c->security.insecure = true;
+                  },
+                  "--collective_host"},
+        BadConfig{"FollowersInPlaintext",
+                  [](ServerConfig* c) {
+                    c->ranks.num_ranks = 2;
+                    c->ranks.num_local = 1;
+                    c->ranks.group_listen = "10.0.0.1:50060";
+                  },
+                  "--group_listen=10.0.0.1:50060 is plaintext"},
+        BadConfig{"NoCollectiveTimeout",
+                  [](ServerConfig* c) { c->ranks.collective_timeout = absl::ZeroDuration(); },
+                  "--collective_timeout_seconds: got 0"},
         BadConfig{"NoTimeout", [](ServerConfig* c) { c->write_timeout = absl::ZeroDuration(); },
                   "--write_timeout_seconds: got 0"}),
     [](const auto& info) { return info.param.name; });
+
+TEST(ServerConfig, RanksByDevices) {
+  EXPECT_EQ(*ParseDevices("0,1,0"), (std::vector<int>{0, 1, 0}));
+  EXPECT_EQ(*ParseDevices(""), std::vector<int>{});
+  EXPECT_TRUE(absl::IsInvalidArgument(ParseDevices("0,x").status()));
+  EXPECT_TRUE(absl::IsInvalidArgument(ParseDevices("-1").status()));
+  EXPECT_EQ(*ParseCollectiveChoice("nccl"), CollectiveChoice::kNccl);
+  EXPECT_TRUE(absl::IsInvalidArgument(ParseCollectiveChoice("mpi").status()));
+  RankConfig ranks = {.devices = {0, 1, 2}};
+  FillRankDefaults(&ranks);
+  EXPECT_EQ(ranks.num_ranks, 3);
+  EXPECT_EQ(ranks.num_local, 3);
+  EXPECT_EQ(ranks.collective_host, "127.0.0.1");
+  ranks = {.num_ranks = 4, .num_local = 2, .group_listen = "10.0.0.1:50060"};
+  FillRankDefaults(&ranks);
+  EXPECT_EQ(ranks.collective_host, "10.0.0.1");
+}
 
 TEST(ServerConfig, BackendByName) {
   EXPECT_EQ(*ParseBackendChoice("cpu"), BackendChoice::kCpu);

@@ -93,7 +93,7 @@ TEST(ShardNetworkTest, ACableThatIsPulledEndsTheStepAndBringsTheGroupBackWhenItI
   auto server = LocalServer::Start(
       hosts.LeaderBinary(),
       {"--backend=cpu", absl::StrCat("--listen=", socket), "--ranks=2", "--local_ranks=1",
-       "--group_listen=10.77.0.1:0", "--collective_timeout_seconds=4"});
+       "--insecure", "--group_listen=10.77.0.1:0", "--collective_timeout_seconds=4"});
   LMHEAD_ASSERT_OK(server);
   FollowerChild follower(hosts.OnFollower(), (*server)->group_address(), 1);
   AwaitReady(socket, true);

@@ -3,10 +3,12 @@
 #include <gtest/gtest.h>
 
 #include <cstdlib>
+#include <map>
 #include <string>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
 #include "tests/e2e/service_fixture.h"
 #include "tests/shard/shard_processes.h"
 
@@ -53,9 +55,9 @@ void ExpectClose(const Trained& got, const Trained& want) {
     return e2e::RelativeError(std::span(a), std::span<const float>(b));
   };
   ASSERT_EQ(got.weight.size(), want.weight.size());
-  EXPECT_LE(error(got.weight, want.weight), 1e-6);
-  EXPECT_LE(error(got.bias, want.bias), 1e-6);
-  EXPECT_LE(error(got.grad_hidden_states, want.grad_hidden_states), 1e-6);
+  EXPECT_LE(error(got.weight, want.weight), 1e-5);
+  EXPECT_LE(error(got.bias, want.bias), 1e-5);
+  EXPECT_LE(error(got.grad_hidden_states, want.grad_hidden_states), 1e-5);
   EXPECT_NEAR(got.loss_sum, want.loss_sum, 1e-6 * want.loss_sum);
 }
 
