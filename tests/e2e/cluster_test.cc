@@ -84,7 +84,8 @@ std::vector<nlohmann::json> JsonLines(const std::string& log) {
 }
 
 TEST(JsonLogs, CarryTheRequestIdOfCallsAndStreams) {
-  auto server = StartServer({"--log_format=json", "--log_level=debug"});
+  auto server =
+      StartServer({"--log_format=json", "--log_level=debug", "--drain_timeout_seconds=1"});
   auto client = Client::Connect(server->address(), {.request_id = "run-42"});
   LMHEAD_ASSERT_OK(client);
   const HeadShape shape;
@@ -163,7 +164,7 @@ struct Output {
   std::string text;
 };
 
-Output Run(const std::string& arguments) {
+Output RunLmhead(const std::string& arguments) {
   FILE* pipe = popen(absl::StrCat(LmheadBinary(), " ", arguments, " 2>&1").c_str(), "r");
   Output output;
   char buffer[4096];
@@ -193,7 +194,7 @@ TEST(Doctor, FindsNothingWrongWithAGoodSetUp) {
                             {"tls.key", leaf.key_pem},
                             {"ca.crt", authority.cert_pem()},
                             {"policy.json", R"({"identities": []})"}});
-  const Output output = Run(absl::StrCat(
+  const Output output = RunLmhead(absl::StrCat(
       "doctor --json --backend=cpu --listen=127.0.0.1:0 --tls_cert_file=", files.Path("tls.crt"),
       " --tls_key_file=", files.Path("tls.key"), " --tls_client_ca_file=", files.Path("ca.crt"),
       " --tls_ca_file=", files.Path("ca.crt"), " --auth_policy_file=", files.Path("policy.json")));
@@ -251,7 +252,7 @@ TEST(Doctor, SaysWhatIsWrongAndHowToMendIt) {
       {"--checkpoint_dir=/no/such/folder", "checkpoint_dir", "fail", "No such file"},
   };
   for (const auto& c : cases) {
-    const Output output = Run(absl::StrCat(
+    const Output output = RunLmhead(absl::StrCat(
         "doctor --json --backend=cpu ",
         c.flags.find("--listen") == std::string::npos ? "--listen=127.0.0.1:0 " : "", c.flags));
     const nlohmann::json finding = FindingOf(output, c.check);
@@ -261,7 +262,7 @@ TEST(Doctor, SaysWhatIsWrongAndHowToMendIt) {
     EXPECT_FALSE(finding.value("mend", "").empty()) << finding;
     if (std::string(c.severity) == "fail") EXPECT_EQ(output.exit_code, 1) << c.flags;
   }
-  const Output text = Run("doctor --backend=cpu --listen=127.0.0.1:0");
+  const Output text = RunLmhead("doctor --backend=cpu --listen=127.0.0.1:0");
   EXPECT_EQ(text.exit_code, 0) << text.text;
   EXPECT_THAT(text.text, HasSubstr("port --listen"));
 }
