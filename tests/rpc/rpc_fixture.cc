@@ -31,6 +31,12 @@ bool TestStream::Send(const v1::Chunk& chunk) {
   return stream_->Write(request);
 }
 
+bool TestStream::SendReceived(uint64_t chunk_index) {
+  v1::ComputeLossRequest request;
+  request.mutable_received()->set_chunk_index(chunk_index);
+  return stream_->Write(request);
+}
+
 bool TestStream::SendEnd(uint64_t num_chunks) {
   v1::ComputeLossRequest request;
   request.mutable_end()->set_num_chunks(num_chunks);

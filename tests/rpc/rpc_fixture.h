@@ -34,6 +34,7 @@ class TestStream {
   bool Send(const v1::StreamOpen& open);
   bool Send(const v1::Chunk& chunk);
   bool SendEnd(uint64_t num_chunks);
+  bool SendReceived(uint64_t chunk_index);
 
   // The next answer; kind not set when the stream is over.
   v1::ComputeLossResponse Read();
