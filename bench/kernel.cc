@@ -20,6 +20,8 @@ ABSL_FLAG(std::string, kernel_rows, "1024,2048,3072,4096",
           "kernel: rows of a batch, a comma between each.");
 ABSL_FLAG(int64_t, kernel_vocab, 131072, "kernel: vocabulary size.");
 ABSL_FLAG(int32_t, kernel_repeats, 10, "kernel: measurements, of which the median counts.");
+ABSL_FLAG(std::string, kernel_only, "",
+          "kernel: measure these rows of the table alone, a comma between each; all when empty.");
 ABSL_FLAG(int64_t, kernel_long_tokens, 0,
           "kernel: also train on that many tokens and print the memory before and after.");
 
@@ -141,6 +143,12 @@ std::vector<Variant> LossOptions() {
           {.name = "topk_out", .head = top_k, .work = {.outputs = {.top_k = kTopK}}}};
 }
 
+bool IsWanted(const std::string& name) {
+  const std::vector<std::string> only =
+      absl::StrSplit(absl::GetFlag(FLAGS_kernel_only), ',', absl::SkipEmpty());
+  return only.empty() || std::find(only.begin(), only.end(), name) != only.end();
+}
+
 void PrintHeader() {
   std::printf("%-10s %6s %10s %10s %10s %12s %12s %7s %8s\n", "what", "rows", "bare ms",
               "compute ms", "wall ms", "bare tok/s", "head tok/s", "ratio", "to plain");
@@ -181,6 +189,7 @@ absl::Status MeasureRows(const KernelShape& shape, const std::vector<Variant>& v
   auto plain = TimedHead::Create(shape, {.schedule = Schedule::kRetain});
   if (!plain.ok()) return plain.status();
   for (const Variant& variant : variants) {
+    if (!IsWanted(variant.name)) continue;
     auto head = TimedHead::Create(shape, variant.head);
     if (!head.ok()) return head.status();
     const auto comparison = Compare(variant, shape, bare->get(), plain->get(), head->get(),

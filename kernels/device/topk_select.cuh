@@ -2,7 +2,8 @@
 //
 // A block keeps the list and a buffer of candidates behind it in shared memory. A candidate is an
 // entry larger than the smallest of the list; when the buffer is full it is sorted with the list,
-// whose smallest entry rises. After the first vectors hardly any element is a candidate.
+// whose smallest entry rises. An empty list starts from the largest entries of the threads, so that
+// hardly any element is ever a candidate.
 
 #ifndef LMHEAD_KERNELS_DEVICE_TOPK_SELECT_CUH_
 #define LMHEAD_KERNELS_DEVICE_TOPK_SELECT_CUH_
@@ -16,6 +17,7 @@
 namespace lmhead::kernels::device {
 
 constexpr int kSelectThreads = 512;
+constexpr int kSelectUnroll = 4;  // Vectors in flight a thread.
 
 // Larger floats become larger integers.
 __device__ __forceinline__ uint32_t OrderedBits(float value) {
@@ -75,20 +77,35 @@ struct Selection {
     __syncthreads();
   }
 
-  // Takes the `num_entries` entries that the thread has. Every thread calls it, as often as any.
-  template <int kEntries>
-  __device__ __forceinline__ void Add(const TopkEntry (&mine)[kEntries], int num_entries) {
-    unsigned pending = (1u << num_entries) - 1;
+  // Raises the threshold of an empty list, given one entry of each thread that it will offer: the
+  // k-th largest of those is no larger than the k-th largest of all.
+  __device__ void Seed(TopkEntry mine) {
+    if (k > kSelectThreads) return;
+    entries[threadIdx.x] = mine;
+    if (threadIdx.x == 0) *count = kSelectThreads;
+    Sort();
+    if (threshold != kNoTopkEntry) --threshold;  // It is offered, too.
+    if (threadIdx.x == 0) *count = 0;
+    __syncthreads();
+  }
+
+  // Takes the entries of the thread that `pending` has a bit for; entry(i) is the i-th. Every
+  // thread calls it, as often as any.
+  template <int kEntries, typename Entry>
+  __device__ __forceinline__ void Add(unsigned pending, Entry&& entry) {
     while (true) {
+      if (pending != 0) {
 #pragma unroll
-      for (int i = 0; i < kEntries; ++i) {
-        if ((pending & 1u << i) == 0) continue;
-        if (mine[i] > threshold) {
-          const int at = atomicAdd(count, 1);
-          if (at >= kCapacity) continue;  // Until after the sort.
-          entries[at] = mine[i];
+        for (int i = 0; i < kEntries; ++i) {
+          if ((pending & 1u << i) == 0) continue;
+          const TopkEntry mine = entry(i);
+          if (mine > threshold) {
+            const int at = atomicAdd(count, 1);
+            if (at >= kCapacity) continue;  // Until after the sort.
+            entries[at] = mine;
+          }
+          pending &= ~(1u << i);
         }
-        pending &= ~(1u << i);
       }
       if (!__syncthreads_or(pending != 0)) return;
       Sort();
@@ -117,38 +134,74 @@ __device__ __forceinline__ Selection<kCapacity> StartSelection(int32_t k, const 
   return selection;
 }
 
+// What a thread has loaded at once: kSelectUnroll vectors, kSelectThreads vectors apart.
+template <typename T>
+struct SelectRun {
+  static constexpr int kCount = Vector<T>::kCount;
+  static constexpr int kElements = kSelectUnroll * kCount;
+  static constexpr int64_t kVectorStep = kSelectThreads * kCount;
+  static constexpr int64_t kStep = kSelectUnroll * kVectorStep;
+  static_assert(kElements <= 32, "A bit each");
+
+  Vector<T> raw[kSelectUnroll];
+  int64_t col;  // Of the first element.
+
+  // The row stride covers whole vectors, so the last one may reach past cols.
+  __device__ __forceinline__ void Load(const T* logits, int64_t start, int64_t cols) {
+    col = start + threadIdx.x * kCount;
+#pragma unroll
+    for (int u = 0; u < kSelectUnroll; ++u) {
+      if (col + u * kVectorStep < cols) raw[u] = Vector<T>::Load(logits + col + u * kVectorStep);
+    }
+  }
+  __device__ __forceinline__ int64_t ColOf(int i) const {
+    return col + i / kCount * kVectorStep + i % kCount;
+  }
+  __device__ __forceinline__ float RawOf(int i) const {
+    return ToFloat(raw[i / kCount].values[i % kCount]);
+  }
+};
+
 // One block a row.
 template <typename T, int kCapacity>
 __global__ void __launch_bounds__(kSelectThreads)
     TopkSelectKernel(const T* all_logits, int64_t row_stride, VocabTile tile,
                      LogitTransform transform, bool transform_needed, int32_t k, bool merge,
                      TopkEntry* all_entries) {
-  constexpr int kCount = Vector<T>::kCount;
+  using Run = SelectRun<T>;
   const int64_t row = blockIdx.x;  // 64-bit: row * row_stride exceeds 2^31.
   const T* const logits = all_logits + row * row_stride;
   const float inverse_softcap = transform.softcap != 0.0f ? 1.0f / transform.softcap : 0.0f;
   TopkEntry* const list = all_entries + row * k;
-  Selection<kCapacity> selection = StartSelection<kCapacity>(k, merge ? list : nullptr);
-  for (int64_t start = 0; start < tile.cols; start += kSelectThreads * kCount) {
-    const int64_t col = start + threadIdx.x * kCount;
-    TopkEntry mine[kCount];
-    int num_entries = 0;
-    if (col < tile.cols) {
-      // The row stride covers whole vectors, so the last one may reach past the tile.
-      const Vector<T> raw = Vector<T>::Load(logits + col);
-      num_entries = static_cast<int>(min(static_cast<int64_t>(kCount), tile.cols - col));
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) {
-        float value = ToFloat(raw.values[i]);
-        if (transform_needed) {
-          value =
-              Transform<T>(value, transform.logit_scale, transform.softcap, inverse_softcap, 1.0f)
-                  .z;
-        }
-        mine[i] = MakeEntry(value, static_cast<int32_t>(tile.start + col) + i);
-      }
+  Run run;
+  const auto entry = [&](int i) {
+    float value = run.RawOf(i);
+    if (transform_needed) {
+      value =
+          Transform<T>(value, transform.logit_scale, transform.softcap, inverse_softcap, 1.0f).z;
     }
-    selection.Add(mine, num_entries);
+    return MakeEntry(value, static_cast<int32_t>(tile.start + run.ColOf(i)));
+  };
+
+  Selection<kCapacity> selection = StartSelection<kCapacity>(k, merge ? list : nullptr);
+  for (int64_t start = 0; start < tile.cols; start += Run::kStep) {
+    run.Load(logits, start, tile.cols);
+    if (start == 0 && !merge) {
+      TopkEntry largest = kNoTopkEntry;
+#pragma unroll
+      for (int i = 0; i < Run::kElements; ++i) {
+        if (run.ColOf(i) < tile.cols) largest = max(largest, entry(i));
+      }
+      selection.Seed(largest);
+    }
+    const auto least = static_cast<uint32_t>(selection.threshold >> 32);
+    unsigned pending = 0;
+#pragma unroll
+    for (int i = 0; i < Run::kElements; ++i) {
+      if (run.ColOf(i) >= tile.cols) continue;
+      if (static_cast<uint32_t>(entry(i) >> 32) >= least) pending |= 1u << i;
+    }
+    selection.template Add<Run::kElements>(pending, entry);
   }
   selection.Write(list);
 }
@@ -164,8 +217,8 @@ __global__ void __launch_bounds__(kSelectThreads)
     const TopkEntry* const from = lists + (list * num_rows + row) * k;
     for (int32_t start = 0; start < k; start += kSelectThreads) {
       const int32_t i = start + static_cast<int32_t>(threadIdx.x);
-      const TopkEntry mine[1] = {i < k ? from[i] : kNoTopkEntry};
-      selection.Add(mine, 1);
+      const TopkEntry mine = i < k ? from[i] : kNoTopkEntry;
+      selection.template Add<1>(1u, [mine](int) { return mine; });
     }
   }
   selection.Write(all_entries + row * k);

@@ -6,12 +6,16 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "kernels/fill_rows.h"
 #include "server/compute/cuda_status.h"
 
 namespace lmhead {
 namespace {
 
 constexpr int kCandidatesMax = 8;
+
+// bfloat16 elements of 16 bytes.
+constexpr int64_t kAlignedElements = 8;
 
 // Trials have two parts. All candidates run in turn a few times; then cuBLASLt's first choice and
 // the best of the others run for long enough that the chip's power limit tells, as it will.
@@ -301,7 +305,8 @@ std::string HeadGemm::DescribeAlgorithm(const cublasLtMatmulAlgo_t& algorithm) c
                       attribute(CUBLASLT_ALGO_CONFIG_SPLITK_NUM));
 }
 
-absl::StatusOr<std::string> HeadGemm::Tune(const HeadProductCall& call, cudaStream_t stream) {
+absl::StatusOr<std::string> HeadGemm::Tune(const HeadProductCall& wanted, cudaStream_t stream) {
+  const HeadProductCall call = AddingToBias(wanted);
   Descriptors descriptors(lt_);
   LMHEAD_RETURN_IF_ERROR(Describe(call, &descriptors));
   Candidates candidates;
@@ -319,11 +324,40 @@ absl::StatusOr<std::string> HeadGemm::Tune(const HeadProductCall& call, cudaStre
       call.cols, descriptors.operands.a.rows, DescribeAlgorithm(algorithm), times[best], times[0]);
 }
 
+// Of bfloat16 logits whose rows or columns are not aligned cuBLASLt offers algorithms that round
+// the product first and its sum with the bias again. Those products add to the bias instead.
+bool HeadGemm::AddsToBias(const HeadProductCall& call) const {
+  const bool of_teacher = call.product == HeadProduct::kTeacherLogits;
+  const DType dtype = of_teacher ? call.teacher.logits_dtype : options_.dtype;
+  const int64_t width = of_teacher ? call.teacher.hidden_size : options_.hidden_size;
+  return call.bias != nullptr && dtype != DType::kFloat32 &&
+         (width % kAlignedElements != 0 || call.cols % kAlignedElements != 0);
+}
+
+HeadProductCall HeadGemm::AddingToBias(const HeadProductCall& call) const {
+  HeadProductCall adding = call;
+  if (!AddsToBias(call)) return adding;
+  adding.bias = nullptr;
+  adding.beta = 1.0f;
+  return adding;
+}
+
+absl::Status HeadGemm::FillWithBias(const HeadProductCall& call, cudaStream_t stream) const {
+  if (!AddsToBias(call)) return absl::OkStatus();
+  const bool of_teacher = call.product == HeadProduct::kTeacherLogits;
+  const MatrixView logits = {call.logits, call.rows,
+                             of_teacher ? call.teacher.logits_stride : options_.logits_stride,
+                             of_teacher ? call.teacher.logits_dtype : options_.dtype};
+  return CudaStatus(kernels::LaunchFillRows(call.bias, call.cols, logits, stream), "fill_rows");
+}
+
 HeadGemm::Key HeadGemm::KeyOf(const HeadProductCall& call) {
   return {call.product, Bucket(call.rows), call.cols, call.teacher};
 }
 
-absl::Status HeadGemm::Run(const HeadProductCall& call, cudaStream_t stream) {
+absl::Status HeadGemm::Run(const HeadProductCall& wanted, cudaStream_t stream) {
+  LMHEAD_RETURN_IF_ERROR(FillWithBias(wanted, stream));
+  const HeadProductCall call = AddingToBias(wanted);
   Descriptors descriptors(lt_);
   LMHEAD_RETURN_IF_ERROR(Describe(call, &descriptors));
   const Key key = KeyOf(call);

@@ -73,14 +73,15 @@ class HeadGemm {
   HeadGemm(const HeadGemm&) = delete;
   HeadGemm& operator=(const HeadGemm&) = delete;
 
-  // Times the candidate algorithms of `call` and keeps the best for all calls of this product and
+  // Times the candidate algorithms of `wanted` and keeps the best for all calls of this product and
   // cols whose rows lie in the same bucket (below). Overwrites the output; waits for the stream.
   // Returns a line that says what was chosen.
-  absl::StatusOr<std::string> Tune(const HeadProductCall& call, cudaStream_t stream);
+  absl::StatusOr<std::string> Tune(const HeadProductCall& wanted, cudaStream_t stream);
 
   // Launches a product, with the tuned algorithm of its bucket, or else with what was cuBLASLt's
   // first choice at the first call of the bucket.
-  absl::Status Run(const HeadProductCall& call, cudaStream_t stream);
+  // The sum of product and bias is rounded once.
+  absl::Status Run(const HeadProductCall& wanted, cudaStream_t stream);
 
   // Buckets are the powers of two: (2^(k-1), 2^k] rows share an algorithm, tuned at 2^k rows or at
   // the most rows there are.
@@ -96,6 +97,9 @@ class HeadGemm {
   HeadGemm(const Options& options, const CublasLtLibrary* library, cublasLtHandle_t handle)
       : options_(options), lt_(library), handle_(handle) {}
 
+  bool AddsToBias(const HeadProductCall& call) const;
+  HeadProductCall AddingToBias(const HeadProductCall& call) const;
+  absl::Status FillWithBias(const HeadProductCall& call, cudaStream_t stream) const;
   absl::Status Describe(const HeadProductCall& call, Descriptors* descriptors) const;
   absl::Status Find(const HeadProductCall& call, const Descriptors& descriptors, int num_wanted,
                     Candidates* candidates) const;

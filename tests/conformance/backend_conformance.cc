@@ -41,23 +41,47 @@ std::vector<double> Sum(const std::vector<reference::Result>& results,
   return sum;
 }
 
-void ExpectSums(const LossSums& got, const LossSums& want, double tolerance) {
+// `magnitude` is that of the terms of the sums of losses: of both signs, they may cancel. `plain`
+// are the yardstick's sums, of which twice the error is allowed, too; or null.
+void ExpectSums(const LossSums& got, const LossSums& want, double tolerance, double magnitude,
+                const LossSums* plain) {
   EXPECT_EQ(got.num_tokens, want.num_tokens);
   EXPECT_EQ(got.num_valid_tokens, want.num_valid_tokens);
   EXPECT_EQ(got.num_nonfinite_rows, want.num_nonfinite_rows);
-  const auto near = [&](double value, double wanted, const char* what) {
-    if (value == wanted) return;  // Infinities too.
-    EXPECT_NEAR(value, wanted, tolerance * std::max(1.0, std::fabs(wanted))) << what;
+  const auto near = [&](double LossSums::*sum, double least, const char* what) {
+    const double wanted = want.*sum;
+    if (got.*sum == wanted) return;  // Infinities too.
+    const double of_plain = plain != nullptr ? 2.0 * std::fabs(plain->*sum - wanted) : 0.0;
+    EXPECT_NEAR(got.*sum, wanted,
+                std::max(of_plain, tolerance * std::max(least, std::fabs(wanted))))
+        << what;
   };
-  near(got.loss_sum, want.loss_sum, "loss_sum");
-  near(got.cross_entropy_sum, want.cross_entropy_sum, "cross_entropy_sum");
-  near(got.z_loss_sum, want.z_loss_sum, "z_loss_sum");
-  near(got.weight_sum, want.weight_sum, "weight_sum");
-  near(got.entropy_sum, want.entropy_sum, "entropy_sum");
-  near(got.divergence_sum, want.divergence_sum, "divergence_sum");
-  near(got.policy_sum, want.policy_sum, "policy_sum");
-  near(got.dropped_teacher_mass_sum, want.dropped_teacher_mass_sum, "dropped_teacher_mass_sum");
-  near(got.old_policy_kl_sum, want.old_policy_kl_sum, "old_policy_kl_sum");
+  const double least = std::max(1.0, magnitude);
+  near(&LossSums::loss_sum, least, "loss_sum");
+  near(&LossSums::cross_entropy_sum, least, "cross_entropy_sum");
+  near(&LossSums::z_loss_sum, 1.0, "z_loss_sum");
+  near(&LossSums::weight_sum, 1.0, "weight_sum");
+  near(&LossSums::entropy_sum, 1.0, "entropy_sum");
+  near(&LossSums::divergence_sum, least, "divergence_sum");
+  near(&LossSums::policy_sum, least, "policy_sum");
+  near(&LossSums::dropped_teacher_mass_sum, 1.0, "dropped_teacher_mass_sum");
+  near(&LossSums::old_policy_kl_sum, 1.0, "old_policy_kl_sum");
+}
+
+// The chunk with its hidden states rounded, as a bfloat16 head takes them.
+ChunkData InDType(ChunkData chunk, DType dtype) {
+  chunk.hidden_states = RoundedTo(dtype, chunk.hidden_states);
+  chunk.teacher_hidden_states = RoundedTo(dtype, chunk.teacher_hidden_states);
+  return chunk;
+}
+
+// Of what is finite.
+double SumOfMagnitudes(const std::vector<double>& values) {
+  double sum = 0.0;
+  for (const double value : values) {
+    if (std::isfinite(value)) sum += std::fabs(value);
+  }
+  return sum;
 }
 
 template <typename T>
@@ -242,25 +266,39 @@ std::vector<float> BackendConformance::Uniforms(int64_t count, float low, float 
   return values;
 }
 
+// What logits of bfloat16 do to a divergence or to the probability of a certain token depends on
+// the inputs: there the yardstick says what is allowed, where that is more than the table.
+double BackendConformance::LimitOf(double tolerance, const std::vector<double>& want,
+                                   const std::vector<double>& plain) const {
+  if (GetParam().logits_dtype == DType::kFloat32 || plain.empty()) return tolerance;
+  return std::max(tolerance, 2.0 * RelativeError(plain, want));
+}
+
 void BackendConformance::ExpectAnswer(const ChunkAnswer& answer, const reference::Result& want,
-                                      double largest_logit) {
+                                      double largest_logit, const reference::Result& plain) {
   const Tolerances& tolerances = GetParam().tolerances();
   const double rounding = RoundingOfLogits(largest_logit);
   const double token_tolerance = tolerances.token_outputs + rounding;
-  EXPECT_LE(RelativeError(answer.token_loss, want.token_loss), token_tolerance);
-  EXPECT_LE(RelativeError(answer.logprob, want.logprob), token_tolerance);
-  EXPECT_LE(RelativeError(answer.lse, want.lse), token_tolerance);
-  EXPECT_LE(RelativeError(answer.entropy, want.entropy), token_tolerance);
+  const double of_loss = LimitOf(token_tolerance, want.token_loss, plain.token_loss);
+  EXPECT_LE(RelativeError(answer.token_loss, want.token_loss), of_loss);
+  EXPECT_LE(RelativeError(answer.logprob, want.logprob),
+            LimitOf(token_tolerance, want.logprob, plain.logprob));
+  EXPECT_LE(RelativeError(answer.lse, want.lse), LimitOf(token_tolerance, want.lse, plain.lse));
+  const double of_entropy = LimitOf(token_tolerance, want.entropy, plain.entropy);
+  EXPECT_LE(RelativeError(answer.entropy, want.entropy), of_entropy);
   if (GetParam().logits_dtype == DType::kFloat32) {
     EXPECT_EQ(answer.argmax, want.argmax);
     EXPECT_EQ(answer.sums.num_correct, want.sums.num_correct);
     EXPECT_EQ(answer.sums.num_clipped, want.sums.num_clipped);
   }
-  ExpectSums(answer.sums, want.sums, token_tolerance);
+  ExpectSums(answer.sums, want.sums, std::max(of_loss, of_entropy),
+             SumOfMagnitudes(want.token_loss), plain.token_loss.empty() ? nullptr : &plain.sums);
   for (const float logprob : answer.logprob) EXPECT_LE(logprob, 0.0f);
   if (answer.grad_hidden_states.empty()) return;
+  const double of_grad =
+      tolerances.grad_hidden_states + RoundingOf(GetParam().hidden_dtype) + rounding;
   EXPECT_LE(RelativeError(answer.grad_hidden_states, want.grad_hidden_states),
-            tolerances.grad_hidden_states + RoundingOf(GetParam().hidden_dtype) + rounding);
+            LimitOf(of_grad, want.grad_hidden_states, plain.grad_hidden_states));
 }
 
 void BackendConformance::ExpectTopk(Rig* rig, const LossRecipe& recipe, const ChunkData& chunk,
@@ -274,30 +312,39 @@ void BackendConformance::ExpectTopk(Rig* rig, const LossRecipe& recipe, const Ch
 }
 
 void BackendConformance::ExpectGradWeight(Rig* rig, const std::vector<reference::Result>& wants,
-                                          double largest_logit) {
+                                          double largest_logit,
+                                          const std::vector<reference::Result>& plains) {
   const double tolerance = GetParam().tolerances().grad_weight + RoundingOfLogits(largest_logit);
-  EXPECT_LE(RelativeError(rig->Read(TensorKind::kGradWeight),
-                          Sum(wants, &reference::Result::grad_weight)),
-            tolerance);
-  if (!rig->spec().has_bias) return;
-  EXPECT_LE(
-      RelativeError(rig->Read(TensorKind::kGradBias), Sum(wants, &reference::Result::grad_bias)),
-      tolerance);
+  const auto expect = [&](TensorKind kind, std::vector<double> reference::Result::*member) {
+    const std::vector<double> want = Sum(wants, member);
+    const std::vector<double> plain = plains.empty() ? std::vector<double>() : Sum(plains, member);
+    EXPECT_LE(RelativeError(rig->Read(kind), want), LimitOf(tolerance, want, plain));
+  };
+  expect(TensorKind::kGradWeight, &reference::Result::grad_weight);
+  if (rig->spec().has_bias) expect(TensorKind::kGradBias, &reference::Result::grad_bias);
 }
 
 void BackendConformance::ExpectBatch(Rig* rig, const LossRecipe& recipe,
                                      const std::vector<ChunkData>& chunks, double largest_logit) {
   const std::vector<ChunkAnswer> answers = rig->Run(recipe, chunks);
   ASSERT_EQ(answers.size(), chunks.size());
-  std::vector<reference::Result> wants;
+  std::vector<reference::Result> wants, plains;
   for (size_t i = 0; i < chunks.size(); ++i) {
     SCOPED_TRACE(absl::StrCat("chunk ", i));
     wants.push_back(rig->Expected(recipe, chunks[i]));
-    ExpectAnswer(answers[i], wants[i], largest_logit);
+    plains.emplace_back();
+    if (GetParam().logits_dtype != DType::kFloat32) {
+      plains[i] = rig->PlainDense(recipe, InDType(chunks[i], DType::kBFloat16), DType::kBFloat16);
+    }
+    ExpectAnswer(answers[i], wants[i], largest_logit, plains[i]);
+    const double tolerance =
+        GetParam().tolerances().token_outputs + RoundingOfLogits(largest_logit);
     ExpectTopk(rig, recipe, chunks[i], answers[i], wants[i],
-               GetParam().tolerances().token_outputs + RoundingOfLogits(largest_logit));
+               LimitOf(tolerance, wants[i].topk_logprobs, plains[i].topk_logprobs));
   }
-  if (rig->accumulates()) ExpectGradWeight(rig, wants, largest_logit);
+  if (!rig->accumulates()) return;
+  if (GetParam().logits_dtype == DType::kFloat32) plains.clear();
+  ExpectGradWeight(rig, wants, largest_logit, plains);
 }
 
 // --- Against the oracle ------------------------------------------------------------------------

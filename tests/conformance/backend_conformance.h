@@ -91,9 +91,12 @@ class BackendConformance : public testing::TestWithParam<ConformanceCase> {
   // Compares an answer with the oracle, all but the ids of the top k. `largest_logit` widens the
   // bounds by the rounding of logits of that size.
   void ExpectAnswer(const ChunkAnswer& answer, const reference::Result& want,
-                    double largest_logit = 0.0);
+                    double largest_logit = 0.0, const reference::Result& plain = {});
   void ExpectGradWeight(Rig* rig, const std::vector<reference::Result>& wants,
-                        double largest_logit = 0.0);
+                        double largest_logit = 0.0,
+                        const std::vector<reference::Result>& plains = {});
+  double LimitOf(double tolerance, const std::vector<double>& want,
+                 const std::vector<double>& plain) const;
 
   // The ids of the top k are those of the largest log-probabilities, whichever of two nearly equal
   // ones comes first.
