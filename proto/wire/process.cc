@@ -1,14 +1,35 @@
 #include "proto/wire/process.h"
 
 #include <grpc/grpc.h>
+#include <grpc/support/log.h>
 #include <malloc.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cstdlib>
 
 #include "proto/types/limits.h"
 
 namespace lmhead {
+
+namespace {
+
+using GrpcLog = void (*)(GrpcSeverity severity, const char* message);
+std::atomic<GrpcLog> grpc_log{nullptr};
+
+void OnGrpcLog(gpr_log_func_args* line) {
+  const GrpcSeverity severity = line->severity == GPR_LOG_SEVERITY_ERROR  ? GrpcSeverity::kError
+                                : line->severity == GPR_LOG_SEVERITY_INFO ? GrpcSeverity::kInfo
+                                                                          : GrpcSeverity::kDebug;
+  grpc_log.load()(severity, line->message);
+}
+
+}  // namespace
+
+void RouteGrpcLog(GrpcLog log) {
+  grpc_log.store(log);
+  gpr_set_log_function(&OnGrpcLog);
+}
 
 void KeepGrpcInitialized() {
   [[maybe_unused]] static const bool initialized = [] {

@@ -3,12 +3,21 @@
 #ifndef LMHEAD_PROTO_WIRE_PROCESS_H_
 #define LMHEAD_PROTO_WIRE_PROCESS_H_
 
+#include <cstdint>
+
 namespace lmhead {
 
 // Takes a reference on the gRPC library that is never given back. When the last channel goes away
 // gRPC 1.51 otherwise shuts its threads down, and may wait for ever for one of them on machines
 // with many cores. The client library and the server call this; calling it again is free.
 void KeepGrpcInitialized();
+
+// How bad what gRPC logs is.
+enum class GrpcSeverity : uint8_t { kDebug, kInfo, kError };
+
+// Has gRPC hand its log lines to `log`, on any thread, instead of writing them to standard error in
+// a format of its own.
+void RouteGrpcLog(void (*log)(GrpcSeverity severity, const char* message));
 
 // Keeps memory of received messages in the process. gRPC frees its 64 KiB read slices one by one;
 // with glibc's defaults they go back to the system, and a received GiB costs more than 100,000 page

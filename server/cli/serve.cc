@@ -22,6 +22,7 @@
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "proto/types/limits.h"
+#include "proto/wire/process.h"
 #include "server/cli/commands.h"
 #include "server/cli/common_flags.h"
 #include "server/cli/security_flags.h"
@@ -239,6 +240,12 @@ void ServeUntilStopped(Server* server, absl::Duration drain_timeout) {
   stop.join();
 }
 
+// What gRPC calls an error is a connection that failed, such as a client without a certificate.
+void LogOfGrpc(GrpcSeverity severity, const char* message) {
+  const auto level = severity == GrpcSeverity::kError ? spdlog::level::warn : spdlog::level::debug;
+  spdlog::log(level, "gRPC: {}", message);
+}
+
 int Fail(const absl::Status& status, int exit_code) {
   std::fprintf(stderr, "lmhead serve: %s\n", std::string(status.message()).c_str());
   return exit_code;
@@ -262,6 +269,7 @@ int RunServe(absl::Span<char* const> positional) {
       !status.ok()) {
     return Fail(status, kExitUsage);
   }
+  RouteGrpcLog(&LogOfGrpc);
   // Before any thread starts, so that all inherit it and sigwait alone gets them.
   const sigset_t signals = StopSignals();
   pthread_sigmask(SIG_BLOCK, &signals, nullptr);

@@ -134,6 +134,25 @@ TEST(JsonLogs, CarryTheRequestIdOfCallsAndStreams) {
   EXPECT_TRUE(stream_ended) << server->Log();
 }
 
+TEST(JsonLogs, TakeTheLinesOfGrpcIn) {
+  const TestAuthority authority("authority");
+  const Leaf leaf = authority.Issue({"DNS:localhost", "IP:127.0.0.1"});
+  const SecretFolder files({{"tls.crt", leaf.cert_pem}, {"tls.key", leaf.key_pem}});
+  auto server =
+      StartServer({"--log_format=json", absl::StrCat("--tls_cert_file=", files.Path("tls.crt")),
+                   absl::StrCat("--tls_key_file=", files.Path("tls.key"))});
+  // A handshake that fails is logged by gRPC itself.
+  const auto plaintext =
+      Client::Connect(server->address(), {.connect_timeout = absl::Seconds(1), .max_attempts = 1});
+  EXPECT_FALSE(plaintext.ok());
+  ASSERT_EQ(server->Stop().value_or(-1), 0);
+  bool told = false;
+  for (const nlohmann::json& line : JsonLines(server->Log())) {
+    if (line.is_object()) told |= line.value("message", "").find("gRPC: ") == 0;
+  }
+  EXPECT_TRUE(told) << server->Log();
+}
+
 TEST(Signals, ASecondSigtermIsQuickAndStillExitsWithZero) {
   auto server = StartServer({"--drain_timeout_seconds=3600"});
   auto client = ConnectTo(server->address());
