@@ -5,10 +5,12 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <cstring>
 #include <memory>
 #include <string>
 #include <vector>
 
+#include "tests/conformance/tolerances.h"
 #include "tests/rpc/rpc_fixture.h"
 
 namespace lmhead {
@@ -85,6 +87,25 @@ class PairedStreamTest : public RpcTest {
     return stream->Read().result();
   }
 
+  // Computed twice, maybe in another schedule: each is within the table's bound.
+  static void ExpectSameGrad(const v1::ChunkResult& got, const v1::ChunkResult& want) {
+    ASSERT_EQ(got.grad_hidden_states().size(), want.grad_hidden_states().size());
+    ASSERT_FALSE(want.grad_hidden_states().empty());
+    const auto values = [](const v1::ChunkResult& result) {
+      std::vector<float> grad(result.grad_hidden_states().size() / sizeof(float));
+      std::memcpy(grad.data(), result.grad_hidden_states().data(), grad.size() * sizeof(float));
+      return grad;
+    };
+    const std::vector<float> a = values(got), b = values(want);
+    double difference = 0.0, norm = 0.0;
+    for (size_t i = 0; i < b.size(); ++i) {
+      difference += std::pow(static_cast<double>(a[i]) - b[i], 2);
+      norm += std::pow(static_cast<double>(b[i]), 2);
+    }
+    EXPECT_LE(std::sqrt(difference / norm),
+              2 * (kFloat32Logits.grad_hidden_states + RoundingOf(DType::kFloat32)));
+  }
+
   void ExpectEnds(TestStream& stream, uint64_t num_chunks) {
     EXPECT_TRUE(stream.SendEnd(num_chunks));
     const v1::ComputeLossResponse ended = stream.Read();
@@ -110,8 +131,9 @@ TEST_F(PairedStreamTest, TheSidesMeetAndGiveWhatOneStreamGives) {
     const v1::ChunkResult whole = WholeResult(i);
     EXPECT_EQ(result.chunk_index(), i);
     EXPECT_FALSE(result.duplicate());
-    EXPECT_NEAR(result.sums().loss_sum(), whole.sums().loss_sum(), 1e-12);
-    EXPECT_EQ(result.grad_hidden_states(), whole.grad_hidden_states());
+    EXPECT_NEAR(result.sums().loss_sum(), whole.sums().loss_sum(),
+                2 * kFloat32Logits.token_outputs * whole.sums().loss_sum());
+    ExpectSameGrad(result, whole);
     ASSERT_TRUE(student->SendReceived(i));
     const v1::ChunkResult of_teacher = teacher->Read().result();
     EXPECT_EQ(of_teacher.chunk_index(), i);
@@ -170,7 +192,7 @@ TEST_F(PairedStreamTest, AStudentWhoseConnectionBrokeGetsItsResultAgain) {
   ASSERT_TRUE(student->Send(MakeChunk(0, kRows)));
   const v1::ChunkResult again = student->Read().result();
   EXPECT_TRUE(again.duplicate());
-  EXPECT_EQ(again.grad_hidden_states(), first.grad_hidden_states());
+  ExpectSameGrad(again, first);
   ASSERT_TRUE(student->SendReceived(0));
   EXPECT_TRUE(teacher->Read().has_result());
   ExpectEnds(*student, 1);
