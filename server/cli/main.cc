@@ -145,7 +145,6 @@ bool AsksForHelp(int argc, char** argv) {
 int main(int argc, char** argv) {
   lmhead::LetOpenMpThreadsSleep(argv);
   lmhead::TuneAllocator();
-  lmhead::KeepGrpcInitialized();
   const Command* named = argc > 1 ? FindCommand(argv[1]) : nullptr;
   if (AsksForHelp(argc, argv)) {
     std::fputs((named != nullptr ? Help(*named) : Overview()).c_str(), stdout);
