@@ -64,8 +64,8 @@ absl::StatusOr<std::shared_ptr<Head>> FindTeacher(const HeadRegistry& heads,
 std::string StreamName(const v1::StreamOpen& open) {
   const char* const side = open.teacher_side() ? "teacher's side of " : "";
   if (open.step() == 0) return absl::StrCat(side, "evaluation stream of head ", open.head());
-  return absl::StrCat(side, "stream ", open.stream_index(), " of worker ", open.worker(), " in step ",
-                      open.step(), " of head ", open.head());
+  return absl::StrCat(side, "stream ", open.stream_index(), " of worker ", open.worker(),
+                      " in step ", open.step(), " of head ", open.head());
 }
 
 }  // namespace

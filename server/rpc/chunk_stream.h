@@ -12,8 +12,8 @@
 // A chunk keeps its slot from StartRead until gRPC has released the answer's memory, which is later
 // than OnWriteDone. A stream that is over keeps slots only for what the executor still computes:
 // accepted chunks are counted even when nobody waits for the answer. On paired streams a chunk also
-// keeps its slot while it waits for its other side: so many of the slots are reserved for the stream
-// as its client was told that it may have chunks without an answer.
+// keeps its slot while it waits for its other side: so many of the slots are reserved for the
+// stream as its client was told that it may have chunks without an answer.
 
 #ifndef LMHEAD_SERVER_RPC_CHUNK_STREAM_H_
 #define LMHEAD_SERVER_RPC_CHUNK_STREAM_H_
@@ -39,8 +39,8 @@
 #include "server/checkpoint/checkpoint_store.h"
 #include "server/head/head_registry.h"
 #include "server/head/head_stream.h"
-#include "server/memory/staging_pool.h"
 #include "server/logging/logging.h"
+#include "server/memory/staging_pool.h"
 #include "server/metrics/metrics.h"
 #include "server/rpc/call_guard.h"
 #include "server/rpc/stream_set.h"

@@ -481,7 +481,7 @@ TEST_F(StepWriterTest, ResultsThatBreakTheProtocolAreInternalErrors) {
       {"lse not asked for", [](auto* r) { r->mutable_result()->add_lse(1); },
        "lse of 4 bytes was not asked for"},
       {"top-k not asked for", [](auto* r) { r->mutable_result()->add_topk_ids(1); },
-       "topk_ids and topk_logprobs were not asked for"},
+       "topk_ids of 4 bytes was not asked for"},
       {"no kind", [](auto* r) { r->Clear(); }, "holds none of opened, ended and result"},
       {"opened again", [](auto* r) { r->mutable_opened(); }, "second time"},
       {"ended before the end", [](auto* r) { r->mutable_ended(); }, "`ended`"},

@@ -5,6 +5,7 @@
 
 #include <cmath>
 #include <limits>
+#include <span>
 #include <string>
 
 #include "proto/types/limits.h"
@@ -347,14 +348,27 @@ TEST(LossRecipe, JsdAtItsEndsIsTheKlItIs) {
   }
 }
 
-TEST(LossRecipe, OptionsThatMakeNoSenseTogetherAreRefused) {
+// A recipe that is good until it is changed, and then refused with these words.
+struct BadRecipe {
+  const char* says;
+  v1::LossRecipe (*good)();
+  void (*change)(v1::LossRecipe*);
+};
+
+void ExpectRefused(std::span<const BadRecipe> cases) {
+  for (const BadRecipe& test : cases) {
+    v1::LossRecipe recipe = test.good();
+    ASSERT_TRUE(LossRecipeFromProto(recipe, 3).ok());
+    test.change(&recipe);
+    const absl::Status status = LossRecipeFromProto(recipe, 3).status();
+    EXPECT_TRUE(absl::IsInvalidArgument(status)) << test.says << ": " << status;
+    EXPECT_THAT(std::string(status.message()), HasSubstr(test.says));
+  }
+}
+
+TEST(LossRecipe, DistillationsThatMakeNoSenseAreRefused) {
   using Spec = v1::DistillationSpec;
-  struct Case {
-    const char* says;
-    v1::LossRecipe (*good)();
-    void (*change)(v1::LossRecipe*);
-  };
-  const Case cases[] = {
+  const BadRecipe cases[] = {
       {"recipe.distillation and recipe.policy are both set", GoodTopk,
        [](v1::LossRecipe* r) { *r->mutable_policy() = GoodClipped().policy(); }},
       {"recipe.label_smoothing is set, but a policy", GoodClipped,
@@ -422,6 +436,12 @@ TEST(LossRecipe, OptionsThatMakeNoSenseTogetherAreRefused) {
        [](v1::LossRecipe* r) { r->mutable_distillation()->set_paired_stream(true); }},
       {"vocabulary is set, but the teacher of", GoodTopk,
        [](v1::LossRecipe* r) { r->mutable_distillation()->set_vocabulary(Spec::VOCABULARY_PAD); }},
+  };
+  ExpectRefused(cases);
+}
+
+TEST(LossRecipe, PoliciesThatMakeNoSenseAreRefused) {
+  const BadRecipe cases[] = {
       {"recipe.policy.kind is 0", GoodClipped,
        [](v1::LossRecipe* r) { r->mutable_policy()->clear_kind(); }},
       {"clip_low is set, but only KIND_CLIPPED", GoodCoefficients,
@@ -447,14 +467,7 @@ TEST(LossRecipe, OptionsThatMakeNoSenseTogetherAreRefused) {
       {"reference_kl_coefficient is -1", GoodClipped,
        [](v1::LossRecipe* r) { r->mutable_policy()->set_reference_kl_coefficient(-1.0f); }},
   };
-  for (const Case& test : cases) {
-    v1::LossRecipe recipe = test.good();
-    ASSERT_TRUE(LossRecipeFromProto(recipe, 3).ok());
-    test.change(&recipe);
-    const absl::Status status = LossRecipeFromProto(recipe, 3).status();
-    EXPECT_TRUE(absl::IsInvalidArgument(status)) << test.says << ": " << status;
-    EXPECT_THAT(std::string(status.message()), HasSubstr(test.says));
-  }
+  ExpectRefused(cases);
 }
 
 TEST(OutputSpec, ConversionsAreInverse) {
