@@ -78,17 +78,21 @@ BatchInput BatchOf(const LossRecipe& recipe, BackwardMode mode, const ChunkRows&
           .outputs = {.grad_hidden_states = true, .token_loss = true}};
 }
 
-absl::StatusOr<BatchOutput> Compute(ComputeBackend* backend, const ChunkRows& chunk,
-                                    BackwardMode mode) {
-  const LossRecipe recipe;
+absl::StatusOr<BatchOutput> Compute(ComputeBackend* backend, const BatchInput& input) {
   absl::StatusOr<BatchOutput> output;
   absl::Notification done;
-  backend->ComputeBatch(BatchOf(recipe, mode, chunk), [&](absl::StatusOr<BatchOutput> result) {
+  backend->ComputeBatch(input, [&](absl::StatusOr<BatchOutput> result) {
     output = std::move(result);
     done.Notify();
   });
   done.WaitForNotification();
   return output;
+}
+
+absl::StatusOr<BatchOutput> Compute(ComputeBackend* backend, const ChunkRows& chunk,
+                                    BackwardMode mode) {
+  const LossRecipe recipe;
+  return Compute(backend, BatchOf(recipe, mode, chunk));
 }
 
 class CudaBackendTest : public testing::Test {
@@ -207,6 +211,74 @@ TEST_F(CudaBackendTest, OffsetsBeyondThirtyTwoBits) {
   ASSERT_TRUE(output.ok()) << output.status();
   for (const int64_t row : {int64_t{0}, kTokens / 2, kTokens - 1}) {
     ExpectRow(head.backend.get(), spec, rows, row);
+  }
+}
+
+// The weight of a bfloat16 head.
+std::vector<double> WeightOf(ComputeBackend* backend, const HeadSpec& spec) {
+  std::vector<uint16_t> weight(spec.vocab_size * spec.hidden_size);
+  const MatrixView view = {weight.data(), spec.vocab_size, spec.hidden_size, DType::kBFloat16};
+  const absl::Status status = backend->ReadRows(TensorKind::kWeight, 0, view);
+  EXPECT_TRUE(status.ok()) << status;
+  return reference::Upcast(view);
+}
+
+// The same with a teacher's logits beside the student's, and with lists of the largest. What an
+// offset that wraps would give is nowhere near; the bounds leave room for bfloat16 logits.
+TEST_F(CudaBackendTest, OffsetsBeyondThirtyTwoBitsOfATeacher) {
+  constexpr int64_t kTokens = 16384;
+  constexpr int32_t kTopK = 3;
+  HeadSpec spec = TrainableSpec(131072, 64, kTokens);
+  spec.teacher_hidden_size = 32;
+  spec.top_k_max = kTopK;
+  HeadSpec teacher_spec = TrainableSpec(131072, 32, 64);
+  teacher_spec.trainable = false;
+  teacher_spec.optimizer.kind = OptimizerKind::kNone;
+  teacher_spec.schedule = Schedule::kEval;
+  teacher_spec.weight_init.seed = 6;
+  Head head(spec);
+  Head teacher(teacher_spec);
+  Rows rows(kTokens, spec.hidden_size, spec.vocab_size, 3);
+  Rows teacher_rows(kTokens, teacher_spec.hidden_size, spec.vocab_size, 4);
+  std::vector<int32_t> topk_ids(kTokens * kTopK);
+  std::vector<float> topk_logprobs(kTokens * kTopK);
+  rows.chunk.teacher_hidden_states = teacher_rows.chunk.hidden_states;
+  rows.chunk.topk_ids = topk_ids.data();
+  rows.chunk.topk_logprobs = topk_logprobs.data();
+  LossRecipe recipe;
+  recipe.distillation = DistillationSpec{.teacher_head = "teacher", .kl_temperature = 2.0f};
+  BatchInput input = BatchOf(recipe, BackwardMode::kHiddenAndWeight, rows.chunk);
+  input.outputs.top_k = kTopK;
+  input.teacher = teacher.backend.get();
+  const auto output = Compute(head.backend.get(), input);
+  ASSERT_TRUE(output.ok()) << output.status();
+
+  const reference::Head want_head = {.vocab_size = spec.vocab_size,
+                                     .hidden_size = spec.hidden_size,
+                                     .weight = WeightOf(head.backend.get(), spec)};
+  const reference::Head want_teacher = {.vocab_size = spec.vocab_size,
+                                        .hidden_size = teacher_spec.hidden_size,
+                                        .weight = WeightOf(teacher.backend.get(), teacher_spec)};
+  const auto row_of = [](const Rows& from, int64_t row, int64_t size) {
+    return reference::Upcast({&from.hidden[row * size], 1, size, DType::kBFloat16});
+  };
+  for (const int64_t row : {int64_t{0}, kTokens - 1}) {
+    reference::Tokens tokens;
+    tokens.hidden_states = row_of(rows, row, spec.hidden_size);
+    tokens.teacher_hidden_states = row_of(teacher_rows, row, teacher_spec.hidden_size);
+    tokens.targets = {rows.targets[row]};
+    const reference::Result want =
+        reference::ComputeLoss(want_head, reference::Recipe(recipe), tokens, &want_teacher, kTopK);
+    EXPECT_NEAR(rows.loss[row], want.token_loss[0], 1e-2 * want.token_loss[0]) << row;
+    EXPECT_NEAR(topk_logprobs[row * kTopK], want.topk_logprobs[0], 0.05) << row;
+    double difference = 0.0, norm = 0.0;
+    for (int64_t h = 0; h < spec.hidden_size; ++h) {
+      const double grad = want.grad_hidden_states[h];
+      const double got = BFloat16ToFloat(rows.grad[row * spec.hidden_size + h]);
+      difference += (got - grad) * (got - grad);
+      norm += grad * grad;
+    }
+    EXPECT_LE(std::sqrt(difference / norm), 2e-2) << row;
   }
 }
 
