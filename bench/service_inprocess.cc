@@ -63,12 +63,15 @@ absl::StatusOr<double> InProcessHead::Time(int64_t num_tokens) {
                              .targets = rows_.targets(num_rows),
                              .grad_hidden_states = {grad_hidden_states_.data(), num_rows,
                                                     spec_.hidden_size, hidden_dtype_}};
-    backend_->ComputeBatch({&recipe, BackwardMode::kHiddenAndWeight, {&chunk, 1}},
-                           [&](absl::StatusOr<BatchOutput> output) {
-                             const absl::MutexLock lock(&mu);
-                             ++num_done;
-                             failure.Update(output.status());
-                           });
+    const BatchInput input = {.recipe = &recipe,
+                              .mode = BackwardMode::kHiddenAndWeight,
+                              .chunks = {&chunk, 1},
+                              .outputs = {.grad_hidden_states = true}};
+    backend_->ComputeBatch(input, [&](absl::StatusOr<BatchOutput> output) {
+      const absl::MutexLock lock(&mu);
+      ++num_done;
+      failure.Update(output.status());
+    });
   }
   const auto all_done = [&] { return num_done == num_batches; };
   {
