@@ -46,6 +46,12 @@ def main():
                                                             scale_by_temperature_squared=True, cross_entropy_weight=0.1))
     try:
         train_teacher(teacher_head, teacher, data, options.steps)
+        # A teacher is a frozen head: no gradient, no optimizer state.
+        weight = teacher_head.read_weight()
+        teacher_head.delete()
+        teacher_head = lmhead.RemoteHead.create(client, teacher_head.name, vocab_size=VOCAB_SIZE,
+                                                hidden_size=TEACHER_WIDTH)
+        teacher_head.load_weight(weight)
         optimizer = torch.optim.AdamW(student.parameters(), 3e-3)
         progress = Progress(options.steps, "divergence")
         for number in range(1, options.steps + 1):
