@@ -22,6 +22,7 @@ from lmhead.huggingface import PatchedModel, head_arguments, patch
 from lmhead.loss import LossFuture
 from lmhead.recipe import ClippedPolicy, Distillation, PolicyCoefficients, Recipe
 from lmhead.step import Commit, Report, Step
+from lmhead.teacher import TeacherStream
 from lmhead.workers import RankFailed, Workers, distributed_workers, named_workers
 
 __version__ = version()
@@ -29,7 +30,7 @@ __all__ = [
     "Aborted", "AdamW", "AlreadyExists", "Cancelled", "Client", "Clipped", "ClippedPolicy", "Commit", "DataLoss",
     "DeadlineExceeded", "Distillation", "Error", "FailedPrecondition", "HeadInfo", "HeadPoisoned", "Internal",
     "InvalidArgument", "LossFuture", "NotFound", "PatchedModel", "PermissionDenied", "PolicyCoefficients", "RankFailed",
-    "Recipe", "RemoteHead", "Report", "ResourceExhausted", "SGD", "Step", "StepLost", "Unauthenticated", "Unavailable",
-    "Unimplemented", "Workers", "average_gradients", "clip_grad_norm", "distributed_workers", "elastic_step",
+    "Recipe", "RemoteHead", "Report", "ResourceExhausted", "SGD", "Step", "StepLost", "TeacherStream", "Unauthenticated",
+    "Unavailable", "Unimplemented", "Workers", "average_gradients", "clip_grad_norm", "distributed_workers", "elastic_step",
     "head_arguments", "named_workers", "patch", "version",
 ]

@@ -188,8 +188,9 @@ class NativeWriter(_Owner):
     _closer = "writer_close"
 
     def __init__(self, client: NativeClient, open_message: dict, connections: int, inflight_chunks: int,
-                 chunk_bytes: int, checksums: bool):
-        options = WriterOptions(ctypes.sizeof(WriterOptions), connections, inflight_chunks, chunk_bytes, 0, checksums, 0)
+                 chunk_bytes: int, chunk_tokens: int, checksums: bool):
+        options = WriterOptions(ctypes.sizeof(WriterOptions), connections, inflight_chunks, chunk_bytes, chunk_tokens,
+                                checksums, 0)
         handle = c_void_p()
         _call("writer_open", client.handle, json.dumps(open_message).encode(), byref(options), byref(handle))
         super().__init__(handle)

@@ -12,7 +12,8 @@ from lmhead import _native, _staging
 from lmhead.client import Client
 from lmhead.loss import OUTPUTS, Arguments, Call, LossFuture, UpstreamLedger
 from lmhead.recipe import Recipe
-from lmhead.step import Step, _Streams, checked_arguments
+from lmhead.step import Step, Streams, checked_arguments
+from lmhead.teacher import TeacherStream
 from lmhead.workers import SINGLE, Workers
 
 CLIENT_OPTIONS = tuple(inspect.signature(Client).parameters)[1:]
@@ -86,6 +87,8 @@ class RemoteHead:
         name: of the head.
         connections: TCP connections of a worker; more than one pays beyond about 2 GB/s.
         chunk_bytes: hidden states of one message.
+        chunk_tokens: rows of one message instead; None: as chunk_bytes says. The two programs of a paired stream state it,
+            and alike.
         max_inflight_chunks: on each connection, without an answer.
         checksums: let the server verify what arrived.
         client_options: keyword arguments of Client, such as ``tls_ca_file``.
@@ -96,10 +99,11 @@ class RemoteHead:
     """
 
     def __init__(self, address: Union[str, Client], name: str, *, connections: int = 1, chunk_bytes: int = 4 << 20,
-                 max_inflight_chunks: int = 4, checksums: bool = True, **client_options: Any):
+                 chunk_tokens: Optional[int] = None, max_inflight_chunks: int = 4, checksums: bool = True,
+                 **client_options: Any):
         self.client = address if isinstance(address, Client) else Client(address, **client_options)
         self.name = name
-        self._writer_options = (connections, max_inflight_chunks, chunk_bytes, checksums)
+        self._writer_options = (connections, max_inflight_chunks, chunk_bytes, chunk_tokens or 0, checksums)
         info = self.info()
         self.vocab_size, self.hidden_size, self.trainable = info.vocab_size, info.hidden_size, info.trainable
 
@@ -215,6 +219,35 @@ class RemoteHead:
         """
         return Step(self, self.next_step() if number is None else number, workers, num_recipes)
 
+    def teacher_stream(self, step: int, recipe: Recipe, *, hidden_dtype: torch.dtype = torch.float32, worker: str = "w0",
+                       token_weights: bool = False, token_temperature: bool = False,
+                       incarnation: Optional[int] = None) -> TeacherStream:
+        """The teacher's side of the student's step, for the program that runs the teacher's trunk.
+
+        This is the student's head, connected to with the same ``chunk_tokens`` as in the student's program, which has
+        opened the step. Everything below is as there.
+
+        Args:
+            step: the student's step.
+            recipe: with a Distillation that has a ``teacher_head`` and a ``paired_stream``.
+            hidden_dtype: of the student's hidden states.
+            worker: the student's; with several recipes a step those after the first are ``w0.1``, ``w0.2``, ....
+            token_weights, token_temperature: whether the student's losses have them.
+            incarnation: the student's ``step.incarnation``; None: the server's now.
+
+        Raises:
+            ValueError: the recipe is none of a paired stream.
+            FailedPrecondition: the step is not open.
+        """
+        distillation = recipe.distillation
+        if distillation is None or distillation.teacher_head is None or distillation.paired_stream is None:
+            raise ValueError("the recipe has no distillation with teacher_head and paired_stream, which a teacher's stream "
+                             "needs")
+        if step < 1:
+            raise ValueError(f"step is {step}, want at least 1")
+        return TeacherStream(self, step, recipe, hidden_dtype, worker, token_weights, token_temperature,
+                             self.client.incarnation() if incarnation is None else incarnation)
+
     # --- Without a step -----------------------------------------------------------------------------------------------
 
     def loss(self, hidden: torch.Tensor, labels: torch.Tensor, **options: Any) -> torch.Tensor:
@@ -287,7 +320,7 @@ class RemoteHead:
 
     def _evaluate(self, call: Call, arguments: Arguments, outputs: Tuple[str, ...], want_grad: bool,
                   hidden: torch.Tensor) -> LossFuture:
-        streams = _Streams(self.open_writer(arguments, outputs, want_grad, 0, "", 0, call.top_k))
+        streams = Streams(self.open_writer(arguments, outputs, want_grad, 0, "", 0, call.top_k))
         ticket = streams.thread.submit(call.submit, streams.writer)
         return LossFuture(call, lambda: streams.writer, ticket, hidden, UpstreamLedger(once=False), lambda error: error,
                           streams.close)
@@ -298,6 +331,10 @@ class RemoteHead:
         message = {"head": self.name, "step": str(step), "worker": worker, "incarnation": str(incarnation),
                    "hidden_dtype": _staging.DTYPE_NAMES[arguments.dtype], "recipe": arguments.recipe_message(),
                    "outputs": {"grad_hidden_states": want_grad, "top_k": top_k, **{name: True for name in outputs}}}
+        return self.writer_of(message)
+
+    def writer_of(self, message: Dict[str, Any]) -> _native.NativeWriter:
+        """The streams that lmhead.v1.StreamOpen, as JSON, describes. For Step and TeacherStream, likewise."""
         return _native.NativeWriter(self.client.native, message, *self._writer_options)
 
     def close(self) -> None:

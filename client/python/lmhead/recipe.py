@@ -5,6 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Dict, Optional, Tuple
 
+import torch
+
+from lmhead import _staging
+
 IGNORE_INDEX = -100
 
 
@@ -24,6 +28,8 @@ class Distillation:
         topk_mass: with top-k: what becomes of the teacher's mass outside, "renormalise", "keep" or "tail".
         vocabulary: heads of two vocabulary sizes: "equal" refuses, "common" takes the ids both have, "pad" gives an id
             that one side lacks probability 0 there.
+        paired_stream: dtype of the hidden states that the teacher's program sends on a stream of its own
+            (``RemoteHead.teacher_stream``); None: they come with each call, as ``teacher_hidden``.
     """
 
     teacher_head: Optional[str] = None
@@ -35,6 +41,7 @@ class Distillation:
     divergence_weight: float = 1.0
     topk_mass: str = "renormalise"
     vocabulary: str = "equal"
+    paired_stream: Optional[torch.dtype] = None
 
     def message(self, teacher_dtype: Optional[str], top_k: int) -> Dict[str, Any]:
         """lmhead.v1.DistillationSpec as JSON."""
@@ -55,6 +62,8 @@ class Distillation:
             return spec
         spec.update(teacher_head=self.teacher_head, divergence=f"DIVERGENCE_{self.divergence.upper()}",
                     teacher_hidden_dtype=teacher_dtype)
+        if self.paired_stream is not None:
+            spec.update(paired_stream=True, teacher_hidden_dtype=_staging.DTYPE_NAMES[self.paired_stream])
         if self.divergence == "jsd":
             spec["jsd_beta"] = self.jsd_beta
         return spec

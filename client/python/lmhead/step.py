@@ -68,7 +68,7 @@ def _number(value: Any) -> Any:
     return int(value) if value.lstrip("-").isdigit() else float(value)
 
 
-class _Streams:
+class Streams:
     """A worker's writer for one recipe, dtype and set of outputs, and the thread that submits to it in order."""
 
     def __init__(self, writer: _native.NativeWriter):
@@ -102,7 +102,7 @@ class Step:
         self.incarnation = 0
         self.report: Optional[Report] = None
         self._num_recipes = num_recipes
-        self._streams: Dict[Any, _Streams] = {}
+        self._streams: Dict[Any, Streams] = {}
         self._ledger = UpstreamLedger(once=head.trainable)
         self._reductions: set = set()
         self._futures: List[LossFuture] = []
@@ -234,7 +234,7 @@ class Step:
         self._futures = [other for other in self._futures if not other.waited] + [future]
         return future
 
-    def _streams_for(self, arguments: Arguments, outputs: Tuple[str, ...], want_grad: bool) -> _Streams:
+    def _streams_for(self, arguments: Arguments, outputs: Tuple[str, ...], want_grad: bool) -> Streams:
         message = arguments.recipe_message()
         distillation = message.get("distillation", {})
         key = (arguments.recipe, arguments.dtype, outputs, want_grad, message["token_weights"],
@@ -246,7 +246,7 @@ class Step:
             raise InvalidArgument(f"step {self.number} has losses of {known} and now one of {key}: a step is opened with "
                                   "num_recipes= as many as it has combinations of recipe, dtype and outputs")
         worker = self._names(self.workers.name)[len(self._streams)]
-        self._streams[key] = _Streams(self.head.open_writer(arguments, outputs, want_grad, self.number, worker,
+        self._streams[key] = Streams(self.head.open_writer(arguments, outputs, want_grad, self.number, worker,
                                                             self.incarnation))
         return self._streams[key]
 
@@ -308,7 +308,7 @@ class Step:
         for worker in names[len(self._streams):]:  # A worker that has nothing to send says so.
             hidden = torch.zeros(1, self.head.hidden_size)
             arguments = gather(hidden, torch.zeros(1, dtype=torch.int64), Recipe(), False, {}, None, {})
-            self._streams[worker] = _Streams(self.head.open_writer(arguments, (), False, self.number, worker,
+            self._streams[worker] = Streams(self.head.open_writer(arguments, (), False, self.number, worker,
                                                                    self.incarnation))
         for streams in self._streams.values():
             streams.writer.finish()
