@@ -21,6 +21,9 @@ ABSL_FLAG(bool, json, false, "Print one JSON object for machines to read.");
 ABSL_FLAG(int64_t, memory_limit_bytes, 0,
           "Bytes that all heads together may take. 0: serve takes 80% of what the machine or "
           "container has; estimate takes no bound.");
+ABSL_FLAG(int32_t, ranks, 0,
+          "Ranks that the vocabulary rows of every head are split over. 0: one; of serve one for "
+          "each of --devices.");
 ABSL_FLAG(std::string, tls_ca_file, "",
           "PEM file of the certificate authorities that the service's certificate is checked "
           "against; switches TLS on.");

@@ -27,7 +27,6 @@ ABSL_FLAG(std::string, optimizer, "adamw", "estimate: adamw, sgd or sgd_momentum
 ABSL_FLAG(int64_t, teacher_hidden, 0,
           "estimate: columns of the widest teacher head that the head is distilled from; 0: none.");
 ABSL_FLAG(int32_t, top_k_max, 0, "estimate: entries a token of top-k outputs and top-k teachers.");
-ABSL_FLAG(int32_t, ranks, 1, "estimate: GPUs the vocabulary is split over.");
 
 namespace lmhead {
 namespace {
@@ -131,7 +130,8 @@ absl::StatusOr<PlanOptions> OptionsFromFlags() {
   const int64_t limit = absl::GetFlag(FLAGS_memory_limit_bytes);
   absl::Status status = CheckRange("memory_limit_bytes", limit, 0, kUnboundedBytes);
   if (!status.ok()) return status;
-  const int32_t ranks = absl::GetFlag(FLAGS_ranks);
+  const int32_t asked = absl::GetFlag(FLAGS_ranks);
+  const int32_t ranks = asked == 0 ? 1 : asked;
   status = CheckRange("ranks", ranks, 1, kRanksMax);
   if (!status.ok()) return status;
   return PlanOptions{.backend = *backend,

@@ -58,9 +58,6 @@ ABSL_FLAG(
     "Compute waiting chunks together, up to batch_tokens rows: on, off or auto. Off, a step of "
     "one worker with one stream is bitwise reproducible. auto: on for the GPU, off for the "
     "CPU.");
-ABSL_FLAG(int32_t, ranks, 0,
-          "Ranks that the vocabulary rows of every head are split over. 0: one for each of "
-          "--devices, one without.");
 ABSL_FLAG(int32_t, local_ranks, 0,
           "Ranks in this process, one thread each; the others are held by followers (lmhead "
           "follow). 0: all; of a follower: one.");

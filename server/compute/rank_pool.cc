@@ -83,17 +83,16 @@ std::shared_ptr<InProcessStore> RankPool::store(uint64_t generation) const {
 
 void RankPool::Fail(uint64_t generation, int32_t rank, const absl::Status& error) {
   const absl::Status named(error.code(), absl::StrCat("rank ", rank, ": ", error.message()));
-  std::shared_ptr<InProcessStore> store;
   bool was_connected = false;
   {
+    // Held over the aborts, so that none of them hits the next generation.
     absl::MutexLock lock(&mu_);
     if (generation != generation_ || !failure_.ok() || (!connected_ && store_ == nullptr)) return;
     was_connected = std::exchange(connected_, false);
     failure_ = named;
-    store = store_;
+    if (store_ != nullptr) store_->Close(named);
+    for (const std::unique_ptr<Rank>& each : ranks_) each->Abort(named);
   }
-  if (store != nullptr) store->Close(named);
-  for (const std::unique_ptr<Rank>& each : ranks_) each->Abort(named);
   if (was_connected && options_.on_change) options_.on_change(false);
 }
 

@@ -3,6 +3,7 @@
 #ifndef LMHEAD_TESTS_SHARD_SHARD_PROCESSES_H_
 #define LMHEAD_TESTS_SHARD_SHARD_PROCESSES_H_
 
+#include <signal.h>
 #include <sys/types.h>
 
 #include <memory>

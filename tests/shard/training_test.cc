@@ -97,7 +97,7 @@ TEST(ShardTrainingTest, EveryLayoutGivesWhatOneRankGives) {
 
 // More ranks than rows to go round: the last one owns none.
 TEST(ShardTrainingTest, ARankWithoutRowsTakesPart) {
-  const HeadShape shape = {.vocab_size = 6};
+  const HeadShape shape = {.vocab_size = 9};
   const auto one_rank = e2e::StartServer();
   const Trained want = Train(e2e::ConnectTo(one_rank->address()).get(), shape);
   ShardProcesses group({.layout = {4, 2, 2}});
