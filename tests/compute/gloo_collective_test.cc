@@ -167,16 +167,13 @@ TEST(GlooCollectiveEndTest, ARankThatDoesNotAnswerIsNamed) {
 }
 
 TEST(GlooCollectiveEndTest, ARankThatIsGoneIsNamed) {
-  Ends ends = MakeEnds(3);
+  Ends ends = MakeEnds(2);
   ConnectAll(ends);
-  ends[2].reset();
   ends.pop_back();
-  OnEach(ends, [&](Collective& end) {
-    std::vector<float> data(1 << 20);
-    const absl::Status status = end.AllReduce(data.data(), 1 << 20, nullptr);
-    EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable) << status;
-    EXPECT_NE(status.message().find("rank 2 was lost"), std::string::npos) << status;
-  });
+  std::vector<float> data(1 << 20);
+  const absl::Status status = ends[0]->AllReduce(data.data(), 1 << 20, nullptr);
+  EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable) << status;
+  EXPECT_NE(status.message().find("rank 1 was lost"), std::string::npos) << status;
 }
 
 TEST(GlooCollectiveEndTest, AbortEndsAPendingCallWithTheReason) {
