@@ -56,7 +56,7 @@ class Server {
   const std::string& address() const;          // Where gRPC listens, with the real port.
   const std::string& metrics_address() const;  // Empty when metrics are not served.
   const std::string& health_address() const;   // Likewise the health port.
-  const std::string& group_address() const;  // Where followers call; empty when there are none.
+  const std::string& group_address() const;    // Where followers call; empty when there are none.
   uint64_t incarnation() const;
 
  private:

@@ -31,7 +31,7 @@ struct ServerFacts {
   int64_t max_message_bytes = 0;
   int64_t max_chunk_bytes = 0;
   absl::Time started_at;
-  std::function<std::vector<Device>()> read_devices;     // Of every rank, like the next.
+  std::function<std::vector<Device>()> read_devices;  // Of every rank, like the next.
   std::function<std::vector<RankMemory>()> read_memory;
 };
 
