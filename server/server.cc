@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <map>
 #include <random>
 #include <thread>
 #include <utility>
@@ -127,6 +128,7 @@ class Server::Impl {
   ServerFacts Facts();
   std::vector<RankMemory> ReadMemory() ABSL_EXCLUSIVE_LOCKS_REQUIRED(gauges_mu_);
   Gauges ReadGauges();
+  void OnCheckpoint(const std::string& head, const absl::Status& status, absl::Duration duration);
   void AwaitSlots();
 
   const ServerConfig config_;
@@ -137,6 +139,7 @@ class Server::Impl {
   // Scrapes come on threads of the metrics server, which outlives most of what they read.
   absl::Mutex gauges_mu_;
   bool gauges_live_ ABSL_GUARDED_BY(gauges_mu_) = false;
+  std::map<std::string, absl::Time> checkpointed_at_ ABSL_GUARDED_BY(gauges_mu_);  // By head.
 
   // In the order of use: each outlives those below it.
   std::unique_ptr<HealthServer> health_;  // Answers until the end.
@@ -201,8 +204,11 @@ absl::Status Server::Impl::Start() {
 
 absl::Status Server::Impl::OpenCheckpoints() {
   if (config_.checkpoint_dir.empty()) return absl::OkStatus();
-  checkpoints_ =
-      std::make_unique<CheckpointStore>(config_.checkpoint_dir, config_.checkpoint_keep, kVersion);
+  checkpoints_ = std::make_unique<CheckpointStore>(
+      config_.checkpoint_dir, config_.checkpoint_keep, kVersion,
+      [this](const std::string& head, const absl::Status& status, absl::Duration duration) {
+        OnCheckpoint(head, status, duration);
+      });
   absl::Status status = checkpoints_->Check();
   if (status.ok()) return status;
   return absl::Status(status.code(), absl::StrCat("--checkpoint_dir: ", status.message()));
@@ -262,12 +268,15 @@ absl::Status Server::Impl::MakeRanks() {
         metrics_.ObserveBatch(chunks, tokens);
       }});
   credentials_ = MakeServerCredentials(security_.get());
-  absl::StatusOr<std::unique_ptr<RankGroup>> ranks =
-      RankGroup::Start(hardware_, {.config = config_.ranks,
-                                   .version = kVersion,
-                                   .credentials = credentials_,
-                                   .request_connect = [this] { ConnectRanks(); },
-                                   .on_ready = [this](bool) { UpdateReadiness(); }});
+  absl::StatusOr<std::unique_ptr<RankGroup>> ranks = RankGroup::Start(
+      hardware_,
+      {.config = config_.ranks,
+       .version = kVersion,
+       .credentials = credentials_,
+       .admit = [this](const grpc::ServerContextBase& context,
+                       std::string_view method) { return guard_->Admit(context, method).status(); },
+       .request_connect = [this] { ConnectRanks(); },
+       .on_ready = [this](bool) { UpdateReadiness(); }});
   if (!ranks.ok()) return ranks.status();
   ranks_ = *std::move(ranks);
   ranks_usable_ = true;
@@ -464,17 +473,41 @@ Gauges Server::Impl::ReadGauges() {
                    .staging_bytes = slots_->size_bytes(),
                    .streams_waiting = slots_->num_waiting(),
                    .streams_open = streams_->num_open(),
+                   .group_ready = ranks_->ready(),
                    .executor_busy_seconds = executor_->busy_seconds(),
                    .security_reload_failures = security_->num_reload_failures()};
   if (const auto identity = security_->tls_identity(); identity != nullptr) {
     gauges.tls_certificate_expiry_seconds =
         absl::ToDoubleSeconds(identity->expiry - absl::UnixEpoch());
   }
+  const CollectiveTimes& times = ranks_->collective_times();
+  for (size_t op = 0; op < CollectiveTimes::kNames.size(); ++op) {
+    gauges.collectives.push_back({.op = CollectiveTimes::kNames[op],
+                                  .calls = times.calls[op],
+                                  .seconds = static_cast<double>(times.nanoseconds[op]) * 1e-9});
+  }
   for (const std::shared_ptr<Head>& head : heads_->List()) {
+    const HeadStatus status = head->Status();
     ++gauges.heads;
-    if (!head->Status().poisoned_by.empty()) ++gauges.heads_poisoned;
+    if (!status.poisoned_by.empty()) ++gauges.heads_poisoned;
+    HeadGauges figures = {.name = status.spec.name,
+                          .dense_logits_bytes = status.last_step_tokens * status.spec.vocab_size *
+                                                BytesPerElement(status.spec.weight_dtype)};
+    if (const auto found = checkpointed_at_.find(figures.name); found != checkpointed_at_.end()) {
+      figures.last_checkpoint_seconds = absl::ToDoubleSeconds(found->second - absl::UnixEpoch());
+    }
+    gauges.by_head.push_back(std::move(figures));
   }
   return gauges;
+}
+
+void Server::Impl::OnCheckpoint(const std::string& head, const absl::Status& status,
+                                absl::Duration duration) {
+  metrics_.CountCheckpoint(status.ok() ? CheckpointOutcome::kSaved : CheckpointOutcome::kFailed,
+                           absl::ToDoubleSeconds(duration));
+  if (!status.ok()) return;
+  absl::MutexLock lock(&gauges_mu_);
+  checkpointed_at_[head] = absl::Now();
 }
 
 // --- Stop ---

@@ -178,8 +178,12 @@ void RemoveTree(const std::string& path) {
 
 }  // namespace
 
-CheckpointStore::CheckpointStore(std::string root, int32_t keep, std::string version)
-    : root_(std::move(root)), keep_(keep), version_(std::move(version)) {}
+CheckpointStore::CheckpointStore(std::string root, int32_t keep, std::string version,
+                                 SaveListener on_save)
+    : root_(std::move(root)),
+      keep_(keep),
+      version_(std::move(version)),
+      on_save_(std::move(on_save)) {}
 
 absl::Status CheckpointStore::Check() const {
   if (absl::Status status = MakeDirectory(root_); !status.ok()) return status;
@@ -190,12 +194,19 @@ absl::Status CheckpointStore::Check() const {
 // --- Saving ---
 
 absl::StatusOr<SavedCheckpoint> CheckpointStore::Save(Head& head, const std::string& name) {
+  absl::MutexLock lock(&mu_);
+  const absl::Time start = absl::Now();
+  absl::StatusOr<SavedCheckpoint> saved = SaveLocked(head, name);
+  if (on_save_) on_save_(head.spec().name, saved.status(), absl::Now() - start);
+  return saved;
+}
+
+absl::StatusOr<SavedCheckpoint> CheckpointStore::SaveLocked(Head& head, const std::string& name) {
   if (!name.empty()) {
     if (absl::Status status = CheckName("checkpoint name", name); !status.ok()) return status;
   }
   const std::string& head_name = head.spec().name;
   if (absl::Status status = CheckName("head name", head_name); !status.ok()) return status;
-  absl::MutexLock lock(&mu_);
   SavedCheckpoint saved;
   absl::Status status = head.Snapshot([&](const HeadSnapshot& snapshot, TensorReader read) {
     saved.step = snapshot.last_committed_step;

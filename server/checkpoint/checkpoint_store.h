@@ -13,6 +13,7 @@
 #define LMHEAD_SERVER_CHECKPOINT_CHECKPOINT_STORE_H_
 
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -20,6 +21,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
 #include "server/checkpoint/manifest.h"
 #include "server/head/head.h"
 
@@ -34,9 +36,14 @@ struct SavedCheckpoint {
 // Thread-safe; one save or restore at a time.
 class CheckpointStore {
  public:
+  // Told how each save ended and how long it took, on the thread that saved.
+  using SaveListener =
+      std::function<void(const std::string& head, const absl::Status&, absl::Duration)>;
+
   // `keep`: complete checkpoints of a head to keep, newest first; 0 keeps all. `version` goes into
   // manifests.
-  CheckpointStore(std::string root, int32_t keep, std::string version);
+  CheckpointStore(std::string root, int32_t keep, std::string version,
+                  SaveListener on_save = nullptr);
 
   // OK when the root can be written. Creates it.
   absl::Status Check() const;
@@ -65,6 +72,8 @@ class CheckpointStore {
     CheckpointManifest manifest;
   };
 
+  absl::StatusOr<SavedCheckpoint> SaveLocked(Head& head, const std::string& name)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   std::string HeadPath(const std::string& head) const { return root_ + "/" + head; }
   absl::StatusOr<CheckpointManifest> Load(const std::string& head, const std::string& name) const;
   std::vector<Found> Complete(const std::string& head) const;  // By falling step.
@@ -79,6 +88,7 @@ class CheckpointStore {
   const std::string root_;
   const int32_t keep_;
   const std::string version_;
+  const SaveListener on_save_;
   absl::Mutex mu_;  // Held over whole saves and restores.
 };
 

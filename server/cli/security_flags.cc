@@ -8,10 +8,11 @@
 ABSL_FLAG(std::string, tls_client_ca_file, "",
           "PEM file of the certificate authorities of clients. Given: only clients with a "
           "certificate of theirs may connect (mutual TLS).");
-ABSL_FLAG(std::string, auth_policy_file, "",
-          "JSON file that gives identities (names of client certificates, names of tokens) their "
-          "roles: trunk, admin, monitor; who is not in it may do nothing. Empty: who may connect "
-          "may do everything.");
+ABSL_FLAG(
+    std::string, auth_policy_file, "",
+    "JSON file that gives identities (names of client certificates, names of tokens) their "
+    "roles: trunk, admin, monitor, shard; who is not in it may do nothing. Empty: who may connect "
+    "may do everything.");
 ABSL_FLAG(std::string, auth_token_file, "",
           "JSON file of bearer tokens, each a name and the SHA-256 of the token. Needs TLS.");
 ABSL_FLAG(bool, insecure, false,

@@ -88,6 +88,7 @@ HeadStatus Head::Status() const {
   absl::MutexLock lock(&mu_);
   status.weights_loaded = loaded_rows_.IsFull();
   status.poisoned_by = std::string(poisoned_.message());
+  status.last_step_tokens = last_step_tokens_;
   return status;
 }
 
@@ -279,6 +280,8 @@ absl::StatusOr<CommittedStep> Head::ApplyCommit(Step& step, const CommitParamete
       .incarnation = environment_.incarnation, .parameters = parameters, .result = result};
   steps_.Close();
   environment_.metrics->CountStep(StepOutcome::kCommitted, SecondsSince(step.begun_at()));
+  absl::MutexLock lock(&mu_);
+  last_step_tokens_ = step.prepared()->sums.num_tokens;
   return result;
 }
 

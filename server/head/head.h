@@ -66,6 +66,7 @@ struct HeadStatus {
   uint64_t open_step = 0;
   bool weights_loaded = false;
   std::string poisoned_by;
+  int64_t last_step_tokens = 0;  // Rows of the last step that this process committed.
 };
 
 // A piece of the weight's gradient (lmhead.v1.AccumulateWeightGradientRequest). Borrowed.
@@ -262,6 +263,7 @@ class Head : public std::enable_shared_from_this<Head> {
   bool closed_ ABSL_GUARDED_BY(mu_) = false;
   absl::Status poisoned_ ABSL_GUARDED_BY(mu_);
   RowSet loaded_rows_ ABSL_GUARDED_BY(mu_);
+  int64_t last_step_tokens_ ABSL_GUARDED_BY(mu_) = 0;
 
   struct Student {
     std::string stream;

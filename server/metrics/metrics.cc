@@ -38,11 +38,13 @@ constexpr std::array<const char*, 4> kChunkResults = {"accepted", "duplicate", "
 constexpr std::array<const char*, 6> kStages = {"receive", "queue",    "upload",
                                                 "compute", "download", "write"};
 constexpr std::array<const char*, 2> kStepOutcomes = {"committed", "aborted"};
+constexpr std::array<const char*, 2> kCheckpointOutcomes = {"saved", "failed"};
 
 // Two buckets a decade, from the shortest stage that can be told from nothing to a stuck one.
 const Boundaries kStageSeconds = {1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 0.01,
                                   0.03, 0.1,  0.3,  1,    3,    10,   30};
 const Boundaries kStepSeconds = {0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3000};
+const Boundaries kCheckpointSeconds = {0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000};
 const Boundaries kBatchTokens = {16,   32,   64,   128,   256,   512,  1024,
                                  2048, 4096, 8192, 16384, 32768, 65536};
 const Boundaries kBatchChunks = {1, 2, 4, 8, 16, 32, 64};
@@ -134,6 +136,8 @@ void CollectServer(const Gauges& gauges, std::vector<MetricFamily>* families) {
       gauges.streams_waiting);
   add("lmhead_heads", "Heads that exist.", gauges.heads);
   add("lmhead_heads_poisoned", "Heads that a fatal error has ended.", gauges.heads_poisoned);
+  add("lmhead_group_ready", "1 while every rank is there and connected, 0 while one is away.",
+      gauges.group_ready ? 1 : 0);
   GaugeFamily busy("lmhead_executor_busy_seconds_total", "Time the executors have been computing.",
                    MetricType::Counter);
   busy.Add(gauges.executor_busy_seconds);
@@ -148,6 +152,40 @@ void CollectServer(const Gauges& gauges, std::vector<MetricFamily>* families) {
                      "When the first certificate of the chain that the server presents expires.");
   expiry.Add(*gauges.tls_certificate_expiry_seconds);
   std::move(expiry).AppendTo(families);
+}
+
+void CollectHeads(const std::vector<HeadGauges>& heads, std::vector<MetricFamily>* families) {
+  GaugeFamily dense("lmhead_dense_logits_bytes",
+                    "What the logits of the last committed step would take if they were stored.");
+  GaugeFamily checkpoint("lmhead_last_checkpoint_timestamp_seconds",
+                         "When the head's last checkpoint of this process was complete.");
+  for (const HeadGauges& head : heads) {
+    const ClientMetric::Label name{"head", head.name};
+    dense.Add(head.dense_logits_bytes, {name});
+    if (head.last_checkpoint_seconds.has_value()) {
+      checkpoint.Add(*head.last_checkpoint_seconds, {name});
+    }
+  }
+  std::move(dense).AppendTo(families);
+  std::move(checkpoint).AppendTo(families);
+}
+
+void CollectCollectives(const std::vector<CollectiveGauges>& collectives,
+                        std::vector<MetricFamily>* families) {
+  if (collectives.empty()) return;
+  MetricFamily family;
+  family.name = "lmhead_collective_seconds";
+  family.help =
+      "Time of rank 0 in collectives of host memory, its waiting for the others included.";
+  family.type = MetricType::Summary;  // Of no quantiles: a count and a sum.
+  for (const CollectiveGauges& collective : collectives) {
+    ClientMetric metric;
+    metric.label = {{"op", std::string(collective.op)}};
+    metric.summary.sample_count = static_cast<uint64_t>(collective.calls);
+    metric.summary.sample_sum = collective.seconds;
+    family.metric.push_back(std::move(metric));
+  }
+  families->push_back(std::move(family));
 }
 
 // The figures of this process under the names that every Prometheus client library gives them.
@@ -175,6 +213,8 @@ class GaugeCollector : public prometheus::Collectable {
     if (read != nullptr) {
       const Gauges gauges = read();
       CollectMemory(gauges.memory, &families);
+      CollectHeads(gauges.by_head, &families);
+      CollectCollectives(gauges.collectives, &families);
       CollectServer(gauges, &families);
     }
     CollectProcess(&families);
@@ -259,6 +299,12 @@ struct Metrics::Impl {
   Histogram& step_seconds =
       AddHistogram(*registry, "lmhead_step_duration_seconds",
                    "Time from BeginStep to the step's commit or abort.", kStepSeconds);
+  const std::array<Counter*, 2> checkpoints =
+      AddCounters(*registry, "lmhead_checkpoints_total", "Checkpoints asked for, by outcome.",
+                  "outcome", kCheckpointOutcomes);
+  Histogram& checkpoint_seconds =
+      AddHistogram(*registry, "lmhead_checkpoint_seconds",
+                   "Time that saving a head took, also in vain.", kCheckpointSeconds);
   Histogram& batch_tokens = AddHistogram(*registry, "lmhead_batch_tokens",
                                          "Rows that one launch computes.", kBatchTokens);
   Histogram& batch_chunks = AddHistogram(*registry, "lmhead_batch_chunks",
@@ -306,6 +352,11 @@ void Metrics::ObserveBatch(int64_t num_chunks, int64_t num_tokens) {
 void Metrics::CountStep(StepOutcome outcome, double seconds) {
   impl_->steps[static_cast<size_t>(outcome)]->Increment();
   impl_->step_seconds.Observe(seconds);
+}
+
+void Metrics::CountCheckpoint(CheckpointOutcome outcome, double seconds) {
+  impl_->checkpoints[static_cast<size_t>(outcome)]->Increment();
+  impl_->checkpoint_seconds.Observe(seconds);
 }
 
 absl::StatusOr<int> Metrics::Serve(const std::string& listen) {

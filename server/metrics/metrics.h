@@ -23,6 +23,7 @@ namespace lmhead {
 enum class ChunkOutcome : uint8_t { kAccepted, kDuplicate, kRejected, kFailed };
 enum class ChunkStage : uint8_t { kReceive, kQueue, kUpload, kCompute, kDownload, kWrite };
 enum class StepOutcome : uint8_t { kCommitted, kAborted };
+enum class CheckpointOutcome : uint8_t { kSaved, kFailed };
 
 // Read at scrape time.
 struct RankMemory {
@@ -42,6 +43,17 @@ struct RankMemory {
   int64_t device_used_bytes = 0;
   int64_t device_peak_bytes = 0;
 };
+struct HeadGauges {
+  std::string name;
+  int64_t dense_logits_bytes = 0;  // Of the tokens of its last committed step, were they stored.
+  // When its last checkpoint was complete, in seconds of the epoch; none by this process: absent.
+  std::optional<double> last_checkpoint_seconds;
+};
+struct CollectiveGauges {
+  std::string_view op;
+  int64_t calls = 0;   // Total.
+  double seconds = 0;  // Total.
+};
 struct Gauges {
   std::vector<RankMemory> memory;
   int64_t queue_depth = 0;         // Chunks waiting for the executor.
@@ -52,6 +64,9 @@ struct Gauges {
   int64_t streams_open = 0;
   int64_t heads = 0;
   int64_t heads_poisoned = 0;
+  std::vector<HeadGauges> by_head;
+  std::vector<CollectiveGauges> collectives;
+  bool group_ready = false;          // Every rank is there and connected.
   double executor_busy_seconds = 0;  // Total, for utilisation by rate().
   // With TLS: when the first certificate of the server's chain expires, in seconds of the epoch.
   std::optional<double> tls_certificate_expiry_seconds;
@@ -76,6 +91,7 @@ class Metrics {
   void ObserveStage(ChunkStage stage, double seconds);
   void ObserveBatch(int64_t num_chunks, int64_t num_tokens);
   void CountStep(StepOutcome outcome, double seconds);
+  void CountCheckpoint(CheckpointOutcome outcome, double seconds);
 
   // Serves /metrics on `listen` ("host:port", port 0 for a free one) until destruction. Returns the
   // bound port; UNAVAILABLE when the port is in use, saying which.

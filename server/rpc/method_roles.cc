@@ -7,13 +7,15 @@ namespace {
 
 constexpr RoleSet kTrunk = static_cast<RoleSet>(Role::kTrunk);
 constexpr RoleSet kAdmin = static_cast<RoleSet>(Role::kAdmin);
+constexpr RoleSet kShard = static_cast<RoleSet>(Role::kShard);
+constexpr RoleSet kClients = Role::kTrunk | Role::kAdmin | Role::kMonitor;
 
 constexpr std::pair<std::string_view, RoleSet> kRoles[] = {
     // Every client asks it when it connects.
-    {"GetServerInfo", kAllRoles},
+    {"GetServerInfo", kClients},
     {"CreateHead", kAdmin},
-    {"GetHead", kAllRoles},
-    {"ListHeads", kAllRoles},
+    {"GetHead", kClients},
+    {"ListHeads", kClients},
     {"DeleteHead", kAdmin},
     {"LoadWeights", kAdmin},
     {"ReadWeights", kTrunk},
@@ -27,6 +29,10 @@ constexpr std::pair<std::string_view, RoleSet> kRoles[] = {
     {"SaveCheckpoint", kAdmin},
     {"RestoreCheckpoint", kAdmin},
     {"EstimateMemory", Role::kMonitor | Role::kAdmin},
+    // At --group_listen. An admin's certificate makes nobody a rank.
+    {"Follow", kShard},
+    {"SetRendezvous", kShard},
+    {"GetRendezvous", kShard},
 };
 
 }  // namespace

@@ -1,5 +1,5 @@
-// Which role each method of lmhead.v1.LmHeadService wants: the one table. A method that is not in
-// it is open to nobody.
+// Which role each method of lmhead.v1.LmHeadService and ShardService wants: the one table. A method
+// that is not in it is open to nobody.
 
 #ifndef LMHEAD_SERVER_RPC_METHOD_ROLES_H_
 #define LMHEAD_SERVER_RPC_METHOD_ROLES_H_

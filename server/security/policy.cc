@@ -13,8 +13,11 @@
 namespace lmhead {
 namespace {
 
-constexpr std::array<std::pair<std::string_view, Role>, 3> kRoleNames = {
-    {{"trunk", Role::kTrunk}, {"admin", Role::kAdmin}, {"monitor", Role::kMonitor}}};
+constexpr std::array<std::pair<std::string_view, Role>, 4> kRoleNames = {
+    {{"trunk", Role::kTrunk},
+     {"admin", Role::kAdmin},
+     {"monitor", Role::kMonitor},
+     {"shard", Role::kShard}}};
 
 absl::StatusOr<Role> ParseRole(const nlohmann::json& value, const std::string& where) {
   const std::string name = value.is_string() ? value.get<std::string>() : value.dump();
@@ -22,7 +25,7 @@ absl::StatusOr<Role> ParseRole(const nlohmann::json& value, const std::string& w
     if (value.is_string() && name == known) return role;
   }
   return absl::InvalidArgumentError(
-      absl::StrCat(where, ": role is '", name, "', wanted trunk, admin or monitor"));
+      absl::StrCat(where, ": role is '", name, "', wanted trunk, admin, monitor or shard"));
 }
 
 absl::StatusOr<Identity> ParseIdentity(const nlohmann::json& entry, const std::string& where) {

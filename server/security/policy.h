@@ -4,7 +4,8 @@
 //     {"name": "spiffe://example.org/ns/train/sa/trunk", "roles": ["trunk"], "workers":
 //     ["trunk-*"]},
 //     {"name": "ops.example.org", "roles": ["admin", "monitor"]},
-//     {"token": "grafana", "roles": ["monitor"]}]}
+//     {"token": "grafana", "roles": ["monitor"]},
+//     {"name": "gpu-node-1.example.org", "roles": ["shard"]}]}
 //
 // `name` is a DNS name, a URI or a SPIFFE id among the subject alternative names of the client's
 // certificate, compared exactly; `token` is a name of the token file. `workers` are the names that
@@ -30,6 +31,7 @@ enum class Role : uint8_t {
   kTrunk = 1,    // Feeds steps and reads weights.
   kAdmin = 2,    // Creates and deletes heads, loads weights, checkpoints.
   kMonitor = 4,  // Looks.
+  kShard = 8,    // Holds ranks of the server: sees every weight and hidden state.
 };
 
 // A set of roles.
@@ -40,7 +42,7 @@ constexpr RoleSet operator|(Role a, Role b) {
 constexpr RoleSet operator|(RoleSet a, Role b) {
   return static_cast<RoleSet>(a | static_cast<RoleSet>(b));
 }
-inline constexpr RoleSet kAllRoles = Role::kTrunk | Role::kAdmin | Role::kMonitor;
+inline constexpr RoleSet kAllRoles = Role::kTrunk | Role::kAdmin | Role::kMonitor | Role::kShard;
 
 // "admin or trunk"; "none" of none.
 std::string RoleNames(RoleSet roles, std::string_view conjunction);

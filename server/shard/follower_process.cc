@@ -54,7 +54,7 @@ Follower::Options FollowerProcess::OptionsOf(int32_t index) {
           .make_rank =
               [this, index, rank, account](const GroupFacts& group) {
                 return MakeLocalRank(hardware_, index, rank, group, config_.collective_host,
-                                     account);
+                                     account, /*times=*/nullptr);
               },
           .read_memory = [this, index, rank] { return MemoryToProto(memory_[index]->Read(rank)); },
           .on_step_end = [account] { account->ResetStepPeaks(); },

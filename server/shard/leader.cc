@@ -45,6 +45,7 @@ class ShardLeader::Impl final : public v1::ShardService::Service {
                              v1::GetRendezvousResponse* response) override;
 
  private:
+  absl::Status Admit(const grpc::ServerContext& context, const char* method) const;
   absl::StatusOr<RemoteRank*> CheckJoin(const v1::FollowRequest& first) const;
   v1::Welcome Welcome() const;
   absl::StatusOr<std::shared_ptr<InProcessStore>> FindStore(uint64_t generation) const;
@@ -120,6 +121,15 @@ void ShardLeader::Impl::Watch() {
 
 // --- The calls ---------------------------------------------------------------------------------
 
+absl::Status ShardLeader::Impl::Admit(const grpc::ServerContext& context,
+                                      const char* method) const {
+  absl::Status status = options_.admit(context, method);
+  if (!status.ok()) {
+    spdlog::warn("{} from {} refused: {}", method, context.peer(), status.ToString());
+  }
+  return status;
+}
+
 absl::StatusOr<RemoteRank*> ShardLeader::Impl::CheckJoin(const v1::FollowRequest& first) const {
   if (!first.has_join()) {
     return absl::InvalidArgumentError("the first message of a follower is not `join`");
@@ -154,6 +164,7 @@ v1::Welcome ShardLeader::Impl::Welcome() const {
 }
 
 grpc::Status ShardLeader::Impl::Follow(grpc::ServerContext* context, FollowStream* stream) {
+  if (absl::Status status = Admit(*context, "Follow"); !status.ok()) return ToGrpcStatus(status);
   v1::FollowRequest message;
   if (!stream->Read(&message)) return grpc::Status::OK;
   absl::StatusOr<RemoteRank*> found = CheckJoin(message);
@@ -190,6 +201,9 @@ absl::StatusOr<std::shared_ptr<InProcessStore>> ShardLeader::Impl::FindStore(
 grpc::Status ShardLeader::Impl::SetRendezvous(grpc::ServerContext* context,
                                               const v1::SetRendezvousRequest* request,
                                               v1::SetRendezvousResponse* response) {
+  if (absl::Status status = Admit(*context, "SetRendezvous"); !status.ok()) {
+    return ToGrpcStatus(status);
+  }
   absl::StatusOr<std::shared_ptr<InProcessStore>> store = FindStore(request->generation());
   if (!store.ok()) return ToGrpcStatus(store.status());
   return ToGrpcStatus((*store)->Set(request->key(), request->value()));
@@ -198,6 +212,9 @@ grpc::Status ShardLeader::Impl::SetRendezvous(grpc::ServerContext* context,
 grpc::Status ShardLeader::Impl::GetRendezvous(grpc::ServerContext* context,
                                               const v1::GetRendezvousRequest* request,
                                               v1::GetRendezvousResponse* response) {
+  if (absl::Status status = Admit(*context, "GetRendezvous"); !status.ok()) {
+    return ToGrpcStatus(status);
+  }
   absl::StatusOr<std::shared_ptr<InProcessStore>> store = FindStore(request->generation());
   if (!store.ok()) return ToGrpcStatus(store.status());
   const absl::Duration timeout =

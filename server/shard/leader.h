@@ -15,14 +15,17 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "server/compute/rank_pool.h"
 #include "server/shard/remote_rank.h"
 
 namespace grpc {
+class ServerContextBase;
 class ServerCredentials;
 }  // namespace grpc
 
@@ -34,6 +37,9 @@ class ShardLeader {
   struct Options {
     std::string listen;  // host:port; port 0 takes a free one.
     std::shared_ptr<grpc::ServerCredentials> credentials;
+    // OK when the caller may call the method ("Follow"). Any thread; must not block.
+    std::function<absl::Status(const grpc::ServerContextBase& context, std::string_view method)>
+        admit;
     std::string version;     // Followers have the same release,
     std::string backend;     // and the same backend: "cpu" or "cuda".
     std::string collective;  // What they are told to use: "gloo" or "nccl".

@@ -46,7 +46,8 @@ absl::StatusOr<std::unique_ptr<ComputeBackend>> MakeBackend(const Hardware& hard
 absl::StatusOr<std::unique_ptr<LocalRank>> MakeLocalRank(const Hardware& hardware, int32_t index,
                                                          int32_t rank, const GroupFacts& group,
                                                          const std::string& host,
-                                                         MemoryAccount* account) {
+                                                         MemoryAccount* account,
+                                                         CollectiveTimes* times) {
   absl::StatusOr<std::unique_ptr<Collective>> collective =
       group.collective == "nccl"
           ? CreateNcclCollective(
@@ -54,6 +55,7 @@ absl::StatusOr<std::unique_ptr<LocalRank>> MakeLocalRank(const Hardware& hardwar
                 {.device = hardware.devices[index].number, .timeout = group.timeout})
           : CreateGlooCollective(rank, group.num_ranks, {.host = host, .timeout = group.timeout});
   if (!collective.ok()) return collective.status();
+  if (times != nullptr) collective = TimeCollective(*std::move(collective), times);
   return std::make_unique<LocalRank>(
       *std::move(collective),
       [hardware, index, account](const HeadSpec& spec, const MemoryPlan& plan,

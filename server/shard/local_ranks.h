@@ -10,6 +10,7 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "server/compute/local_rank.h"
+#include "server/compute/timed_collective.h"
 #include "server/memory/arena.h"
 #include "server/metrics/metrics.h"
 #include "server/shard/hardware.h"
@@ -36,11 +37,13 @@ absl::StatusOr<std::unique_ptr<ComputeBackend>> MakeBackend(const Hardware& hard
                                                             const MemoryPlan& plan,
                                                             const RankContext& context);
 
-// Rank `rank` of the group. `host` is the address of this machine for Gloo. `account` outlives it.
+// Rank `rank` of the group. `host` is the address of this machine for Gloo. `account` outlives it,
+// and so does `times`, null when nobody asks how long its collectives take.
 absl::StatusOr<std::unique_ptr<LocalRank>> MakeLocalRank(const Hardware& hardware, int32_t index,
                                                          int32_t rank, const GroupFacts& group,
                                                          const std::string& host,
-                                                         MemoryAccount* account);
+                                                         MemoryAccount* account,
+                                                         CollectiveTimes* times);
 
 // What the account and the device of a rank of this process say. Ranks on the processor share the
 // process's memory, which the first of them reports. Thread-safe.

@@ -38,7 +38,8 @@ absl::Status RankGroup::MakeRanks() {
   std::vector<std::unique_ptr<Rank>> ranks;
   for (int32_t rank = 0; rank < config.num_local; ++rank) {
     absl::StatusOr<std::unique_ptr<LocalRank>> local =
-        MakeLocalRank(hardware_, rank, rank, group, config.collective_host, account_views_[rank]);
+        MakeLocalRank(hardware_, rank, rank, group, config.collective_host, account_views_[rank],
+                      rank == 0 ? &collective_times_ : nullptr);
     if (!local.ok()) {
       return absl::Status(local.status().code(),
                           absl::StrCat("rank ", rank, ": ", local.status().message()));
@@ -68,6 +69,7 @@ absl::Status RankGroup::StartLeader() {
   absl::StatusOr<std::unique_ptr<ShardLeader>> leader =
       ShardLeader::Start({.listen = config.group_listen,
                           .credentials = options_.credentials,
+                          .admit = options_.admit,
                           .version = options_.version,
                           .backend = hardware_.backend,
                           .collective = collective_,

@@ -8,12 +8,14 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "server/compute/rank_pool.h"
+#include "server/compute/timed_collective.h"
 #include "server/config/server_config.h"
 #include "server/memory/arena.h"
 #include "server/metrics/metrics.h"
@@ -30,6 +32,9 @@ class RankGroup {
     RankConfig config;
     std::string version;
     std::shared_ptr<grpc::ServerCredentials> credentials;  // Of --group_listen.
+    // Whether a caller of it may: ShardLeader::Options::admit.
+    std::function<absl::Status(const grpc::ServerContextBase& context, std::string_view method)>
+        admit;
     // The ranks should be connected: calls Connect() on the executor's thread. Any thread, must not
     // block.
     std::function<void()> request_connect;
@@ -62,6 +67,9 @@ class RankGroup {
   // Of the ranks in this process, in their order.
   const std::vector<MemoryAccount*>& accounts() const { return account_views_; }
 
+  // Of rank 0.
+  const CollectiveTimes& collective_times() const { return collective_times_; }
+
   // Of every rank.
   std::vector<RankMemory> ReadMemory() const;
   std::vector<Hardware::Device> ReadDevices() const;
@@ -76,6 +84,7 @@ class RankGroup {
   std::vector<std::unique_ptr<MemoryAccount>> accounts_;
   std::vector<MemoryAccount*> account_views_;
   std::vector<std::unique_ptr<LocalMemory>> local_memory_;
+  CollectiveTimes collective_times_;
   std::vector<RemoteRank*> remote_;  // The pool's.
   std::string collective_;
   std::unique_ptr<RankPool> pool_;  // Null for one rank.

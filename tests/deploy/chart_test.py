@@ -226,6 +226,14 @@ class Values(unittest.TestCase):
             with self.subTest(message):
                 self.refused({"security": security}, message)
 
+    def test_followers_have_what_the_leader_asks_for(self):
+        def several(security):
+            return {"hosts": 2, "security": {"tls": {"secretName": "s"}} | security}
+        admin = {"name": "a", "roles": ["admin"]}
+        self.refused(several({"policy": {"identities": [admin]}}), "needs role shard")
+        self.refused(several({"tls": {"secretName": "s", "clientCertificates": False}, "tokensSecretName": "t"}), "and no token")
+        self.render(several({"policy": {"identities": [admin, {"name": "lmhead-0.lmhead", "roles": ["shard"]}]}}))
+
     def test_the_policy_is_the_one_in_the_values(self):
         policy = {"identities": [{"name": "spiffe://a/b", "roles": ["trunk"], "workers": ["w-*"]}]}
         objects = self.render({"security": {"tls": {"secretName": "s"}, "policy": policy}})

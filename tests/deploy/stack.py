@@ -8,6 +8,7 @@ import json
 import math
 import os
 import pathlib
+import re
 import shutil
 import signal
 import socket
@@ -95,6 +96,7 @@ class Stack:
         files = [f"--tls_cert_file={self.path('tls.crt')}", f"--tls_key_file={self.path('tls.key')}"]
         self.client_tls = [*files, f"--tls_ca_file={self.path('ca.crt')}"]
         program = self.start([LMHEAD, "serve", "--listen=127.0.0.1:0", "--metrics_listen=127.0.0.1:0", "--backend=cpu",
+                              f"--checkpoint_dir={self.path('checkpoints')}",
                               *files, f"--tls_client_ca_file={self.path('ca.crt')}", f"--ready_file={ready}"], "server.log")
 
         def address():
@@ -129,11 +131,27 @@ class Stack:
         while time.time() < end:
             program = self.start([LMHEAD, "demo", f"--address={self.server['address']}", *self.client_tls, "--steps=60"],
                                  "demo.log")
+            # A head of its own, whose name is made of the process's.
+            while program.poll() is None and not self.save(f"demo-{program.pid}"):
+                time.sleep(0.2)
             program.wait(timeout=120)
             # 1: the model did not get as good as the demo wants it, after so few steps; its work was done all the same.
             if program.returncode not in (0, 1):
                 raise RuntimeError(f"lmhead demo: status {program.returncode}: " + self.path("demo.log").read_text())
         self.end = time.time()
+
+    def save(self, head):
+        """SaveCheckpoint of a head; whether it was done. One message of gRPC by curl, which is no more than a frame of HTTP/2."""
+        name = head.encode()
+        message = self.path("save.bin")
+        field = bytes([0x0a, len(name)]) + name  # SaveCheckpointRequest.head
+        message.write_bytes(b"\0" + len(field).to_bytes(4, "big") + field)
+        tls = ["--cacert", self.path("ca.crt"), "--cert", self.path("tls.crt"), "--key", self.path("tls.key")]
+        answer = subprocess.run(["curl", "-s", "--http2", "--max-time", "20", *tls, "-H", "content-type: application/grpc", "-H", "te: trailers",
+                                 "--data-binary", f"@{message}", "-D", "-", "-o", self.path("saved.bin"),
+                                 f"https://{self.server['address']}/lmhead.v1.LmHeadService/SaveCheckpoint"],
+                                capture_output=True, text=True)
+        return re.search(r"^grpc-status: 0\s*$", answer.stdout, re.M) is not None
 
     def get(self, call, **arguments):
         url = f"http://{self.prometheus}/api/v1/{call}?{urllib.parse.urlencode(arguments)}"

@@ -43,6 +43,10 @@ Gauges SomeGauges() {
           .streams_open = 16,
           .heads = 17,
           .heads_poisoned = 18,
+          .by_head = {{.name = "lm", .dense_logits_bytes = 68719476736},
+                      {.name = "kept", .last_checkpoint_seconds = 1800000000.25}},
+          .collectives = {{.op = "reduce", .calls = 3, .seconds = 1.5}},
+          .group_ready = true,
           .executor_busy_seconds = 19.5};
 }
 
@@ -92,6 +96,9 @@ TEST(MetricsTest, EverySeriesExistsBeforeAnythingHappens) {
            "lmhead_steps_total{outcome=\"committed\"} 0",
            "lmhead_steps_total{outcome=\"aborted\"} 0",
            "lmhead_step_duration_seconds_count 0",
+           "lmhead_checkpoints_total{outcome=\"saved\"} 0",
+           "lmhead_checkpoints_total{outcome=\"failed\"} 0",
+           "lmhead_checkpoint_seconds_count 0",
            "lmhead_rpc_bytes_total{direction=\"received\"} 0",
            "lmhead_rpc_bytes_total{direction=\"sent\"} 0",
            "lmhead_build_info{backend=\"cpu\",version=\"0.1.0\"} 1",
@@ -122,10 +129,18 @@ TEST(MetricsTest, GaugesAreReadAtScrapeAndBytesAreExact) {
            "lmhead_streams_open 16",
            "lmhead_heads 17",
            "lmhead_heads_poisoned 18",
+           "lmhead_dense_logits_bytes{head=\"lm\"} 68719476736",
+           "lmhead_dense_logits_bytes{head=\"kept\"} 0",
+           "lmhead_last_checkpoint_timestamp_seconds{head=\"kept\"} 1800000000.25",
+           "lmhead_group_ready 1",
+           "lmhead_collective_seconds_count{op=\"reduce\"} 3",
+           "lmhead_collective_seconds_sum{op=\"reduce\"} 1.5",
            "lmhead_executor_busy_seconds_total 19.5",
        }) {
     EXPECT_THAT(text, HasSubstr(std::string(series) + "\n"));
   }
+  // A head that was never saved says nothing of when.
+  EXPECT_THAT(text, Not(HasSubstr("lmhead_last_checkpoint_timestamp_seconds{head=\"lm\"}")));
   EXPECT_THAT(text, HasSubstr("# TYPE lmhead_executor_busy_seconds_total counter\n"));
   EXPECT_THAT(text, HasSubstr("# TYPE lmhead_memory_live_bytes gauge\n"));
   EXPECT_THAT(text, HasSubstr("process_resident_memory_bytes "));
@@ -144,6 +159,8 @@ TEST(MetricsTest, CountsWhatHappens) {
   metrics->ObserveStage(ChunkStage::kCompute, 0.02);
   metrics->ObserveBatch(2, 100);
   metrics->CountStep(StepOutcome::kCommitted, 0.5);
+  metrics->CountCheckpoint(CheckpointOutcome::kSaved, 2);
+  metrics->CountCheckpoint(CheckpointOutcome::kFailed, 0.5);
   const std::string text = metrics->Render();
   for (const char* series : {
            "lmhead_chunks_total{result=\"accepted\"} 2",
@@ -164,6 +181,10 @@ TEST(MetricsTest, CountsWhatHappens) {
            "lmhead_batch_chunks_bucket{le=\"2\"} 1",
            "lmhead_steps_total{outcome=\"committed\"} 1",
            "lmhead_step_duration_seconds_sum 0.5",
+           "lmhead_checkpoints_total{outcome=\"saved\"} 1",
+           "lmhead_checkpoints_total{outcome=\"failed\"} 1",
+           "lmhead_checkpoint_seconds_sum 2.5",
+           "lmhead_checkpoint_seconds_bucket{le=\"1\"} 1",
        }) {
     EXPECT_THAT(text, HasSubstr(std::string(series) + "\n"));
   }

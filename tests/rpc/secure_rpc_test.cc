@@ -13,6 +13,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "client/cpp/client.h"
+#include "lmhead/v1/shard.pb.h"
 #include "server/rpc/method_roles.h"
 #include "server/security/tokens.h"
 #include "tests/rpc/rpc_fixture.h"
@@ -37,6 +38,7 @@ constexpr char kPolicy[] = R"({"identities": [
   {"name": "stranger.example.org", "roles": ["trunk"], "workers": ["x*"]},
   {"name": "admin.example.org", "roles": ["admin"]},
   {"name": "monitor.example.org", "roles": ["monitor"]},
+  {"name": "node-1.example.org", "roles": ["shard"]},
   {"token": "ci", "roles": ["admin", "trunk"], "workers": ["*"]}]})";
 
 bool Eventually(const std::function<bool()>& done) {
@@ -79,17 +81,20 @@ class SecureRpcTest : public RpcTest {
     return authority_.Issue({absl::StrCat(uri ? "URI:" : "DNS:", identity)});
   }
 
-  std::shared_ptr<grpc::Channel> ChannelOf(const Leaf& leaf, const std::string& roots) {
+  // To the server, unless told another address.
+  std::shared_ptr<grpc::Channel> ChannelOf(const Leaf& leaf, const std::string& roots,
+                                           std::string address = "") {
+    if (address.empty()) address = server_->address();
     grpc::SslCredentialsOptions options;
     options.pem_root_certs = roots;
     options.pem_cert_chain = leaf.cert_pem;
     options.pem_private_key = leaf.key_pem;
     grpc::ChannelArguments arguments;
     arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
-    return grpc::CreateCustomChannel(server_->address(), grpc::SslCredentials(options), arguments);
+    return grpc::CreateCustomChannel(address, grpc::SslCredentials(options), arguments);
   }
-  std::shared_ptr<grpc::Channel> ChannelOf(const std::string& identity) {
-    return ChannelOf(LeafOf(identity), authority_.cert_pem());
+  std::shared_ptr<grpc::Channel> ChannelOf(const std::string& identity, std::string address = "") {
+    return ChannelOf(LeafOf(identity), authority_.cert_pem(), std::move(address));
   }
   std::unique_ptr<v1::LmHeadService::Stub> StubOf(const std::string& identity) {
     return v1::LmHeadService::NewStub(ChannelOf(identity));
@@ -128,14 +133,15 @@ class SecureRpcTest : public RpcTest {
 // Calls any method with an empty message, as the wire knows it: whether it is a stream is the same
 // there.
 grpc::Status CallEmpty(const std::shared_ptr<grpc::Channel>& channel, const std::string& method,
-                       const std::map<std::string, std::string>& metadata = {}) {
+                       const std::map<std::string, std::string>& metadata = {},
+                       const std::string& service = "LmHeadService") {
   grpc::GenericStub stub(channel);
   grpc::CompletionQueue queue;
   grpc::ClientContext context;
   context.set_deadline(absl::ToChronoTime(absl::Now() + absl::Seconds(30)));
   for (const auto& [key, value] : metadata) context.AddMetadata(key, value);
   const auto call =
-      stub.PrepareCall(&context, absl::StrCat("/lmhead.v1.LmHeadService/", method), &queue);
+      stub.PrepareCall(&context, absl::StrCat("/lmhead.v1.", service, "/", method), &queue);
   const auto next = [&queue] {
     void* tag = nullptr;
     bool ok = false;
@@ -195,6 +201,7 @@ TEST_F(SecureRpcTest, EveryMethodOfTheApiHasItsRoles) {
   const std::map<std::string, std::string> identities = {{"trunk", kTrunk0},
                                                          {"admin", "admin.example.org"},
                                                          {"monitor", "monitor.example.org"},
+                                                         {"shard", "node-1.example.org"},
                                                          {"none", "unlisted.example.org"}};
   std::map<std::string, std::shared_ptr<grpc::Channel>> channels;
   for (const auto& [role, identity] : identities) channels[role] = ChannelOf(identity);
@@ -217,6 +224,35 @@ TEST_F(SecureRpcTest, EveryMethodOfTheApiHasItsRoles) {
         EXPECT_THAT(status.error_message(), HasSubstr(part)) << method << " " << role;
       }
     }
+  }
+}
+
+// Who has a certificate of the authority, and any role but this, holds no rank.
+TEST_F(SecureRpcTest, OnlyAShardMayCallTheLeader) {
+  config_.ranks = {.num_ranks = 2, .num_local = 1, .group_listen = "127.0.0.1:0"};
+  config_.ranks.collective_host = "127.0.0.1";
+  Restart(config_);
+  const google::protobuf::ServiceDescriptor* service =
+      v1::FollowRequest::descriptor()->file()->FindServiceByName("ShardService");
+  for (const std::string identity :
+       {kTrunk0, "admin.example.org", "monitor.example.org", "unlisted.example.org"}) {
+    const auto channel = ChannelOf(identity, server_->group_address());
+    for (int i = 0; i < service->method_count(); ++i) {
+      const std::string& method = service->method(i)->name();
+      const grpc::Status status = CallEmpty(channel, method, {}, "ShardService");
+      EXPECT_EQ(status.error_code(), grpc::StatusCode::PERMISSION_DENIED)
+          << method << " " << identity << ": " << status.error_message();
+      EXPECT_THAT(status.error_message(), HasSubstr("wanted shard"));
+      EXPECT_THAT(status.error_message(), HasSubstr(identity));
+    }
+  }
+  const auto channel = ChannelOf("node-1.example.org", server_->group_address());
+  EXPECT_EQ(CallEmpty(channel, "Follow", {}, "ShardService").error_code(),
+            grpc::StatusCode::INVALID_ARGUMENT);
+  for (const char* method : {"SetRendezvous", "GetRendezvous"}) {
+    EXPECT_EQ(CallEmpty(channel, method, {}, "ShardService").error_code(),
+              grpc::StatusCode::NOT_FOUND)
+        << method;
   }
 }
 
@@ -373,7 +409,7 @@ TEST_F(SecureClientTest, SpeaksByTokenOverTls) {
   EXPECT_EQ(none.status().code(), absl::StatusCode::kUnauthenticated) << none.status();
   EXPECT_THAT(std::string(none.status().message()), HasSubstr("authorization: Bearer"));
   for (const std::string& method : MethodNames()) {
-    EXPECT_EQ(CallEmpty(ChannelOf({}, authority_.cert_pem()), method).error_code(),
+    EXPECT_EQ(CallEmpty(ChannelOf(Leaf{}, authority_.cert_pem()), method).error_code(),
               grpc::StatusCode::UNAUTHENTICATED)
         << method;
   }

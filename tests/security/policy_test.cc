@@ -12,7 +12,8 @@ constexpr char kPolicy[] = R"({
   "identities": [
     {"name": "spiffe://example.org/trunk", "roles": ["trunk"], "workers": ["w0", "trunk-*"]},
     {"name": "ops.example.org", "roles": ["admin", "monitor"]},
-    {"token": "grafana", "roles": ["monitor"]}
+    {"token": "grafana", "roles": ["monitor"]},
+    {"name": "node-1.example.org", "roles": ["shard"]}
   ]
 })";
 
@@ -22,7 +23,7 @@ Identity Token(const std::string& name) { return {Identity::Kind::kToken, name};
 TEST(Policy, GivesEachIdentityWhatItIsListedWith) {
   const auto policy = Policy::Parse(kPolicy);
   ASSERT_TRUE(policy.ok()) << policy.status();
-  EXPECT_EQ(policy->size(), 3u);
+  EXPECT_EQ(policy->size(), 4u);
   const Grant trunk = policy->GrantOf({Certificate("spiffe://example.org/trunk")});
   EXPECT_TRUE(trunk.MayBe(Role::kTrunk));
   EXPECT_FALSE(trunk.MayBe(Role::kAdmin));
@@ -33,6 +34,8 @@ TEST(Policy, GivesEachIdentityWhatItIsListedWith) {
   const Grant ops = policy->GrantOf({Certificate("ops.example.org")});
   EXPECT_EQ(ops.roles, Role::kAdmin | Role::kMonitor);
   EXPECT_FALSE(ops.MaySpeakAs("w0"));
+  EXPECT_EQ(policy->GrantOf({Certificate("node-1.example.org")}).roles,
+            static_cast<RoleSet>(Role::kShard));
 }
 
 TEST(Policy, DeniesByDefault) {
@@ -110,7 +113,7 @@ TEST(MatchesPattern, TakesStarsForAnyRun) {
 TEST(RoleNames, ReadAsAList) {
   EXPECT_EQ(RoleNames(0, "or"), "none");
   EXPECT_EQ(RoleNames(static_cast<RoleSet>(Role::kAdmin), "or"), "admin");
-  EXPECT_EQ(RoleNames(kAllRoles, "or"), "trunk or admin or monitor");
+  EXPECT_EQ(RoleNames(kAllRoles, "or"), "trunk or admin or monitor or shard");
 }
 
 }  // namespace

@@ -66,6 +66,18 @@ A pod with the GPUs of one host: `lmhead serve`, or `lmhead follow` on the furth
 {{- if and $security.policy (not $security.tls.clientCertificates) (not $security.tokensSecretName) -}}
 {{- fail "security.policy needs identities to judge: set tls.clientCertificates or tokensSecretName" -}}
 {{- end }}
+{{- if gt (int .Values.hosts) 1 }}
+{{- if and $security.tokensSecretName (not $security.tls.clientCertificates) -}}
+{{- fail "hosts: the pods of further hosts show the certificate of tls.secretName and no token: set tls.clientCertificates" -}}
+{{- end }}
+{{- if $security.policy }}
+{{- $shards := list -}}
+{{- range $security.policy.identities }}{{ if has "shard" .roles }}{{ $shards = append $shards . }}{{ end }}{{ end }}
+{{- if not $shards -}}
+{{- fail "security.policy: with hosts above 1 a name of the certificate of tls.secretName needs role shard" -}}
+{{- end }}
+{{- end }}
+{{- end }}
 - --tls_cert_file=/etc/lmhead/tls/tls.crt
 - --tls_key_file=/etc/lmhead/tls/tls.key
 {{- if $security.tls.clientCertificates }}
