@@ -3,11 +3,11 @@
 #   make demo    builds lmhead and trains a small model's head over gRPC on real text
 #   make test    checks, release build and its tests, sanitizer build and its tests
 #
-# Helpers: make setup | build | lint | format | portable | clean. Each assumes `make setup` was run once.
+# Helpers: make setup | build | lint | format | portable | package | clean. Each assumes `make setup` was run once.
 
 SHELL := /bin/bash
 .NOTPARALLEL:
-.PHONY: help demo test setup build lint format portable clean
+.PHONY: help demo test setup build lint format portable package clean
 
 STAGE := .ci/stage.sh
 JOBS ?= $(shell nproc)
@@ -51,6 +51,9 @@ format:
 portable:
 	@cmake --preset portable --log-level=WARNING
 	@cmake --build --preset portable -j $(JOBS)
+
+package: build
+	@cd build && cpack
 
 clean:
 	@rm -rf build

@@ -52,7 +52,7 @@ function(lmhead_executable name)
   else()
     add_executable(${name} ${ARG_SRCS})
     target_link_libraries(${name} PRIVATE lmhead_flags ${ARG_DEPS})
-    install(TARGETS ${name} RUNTIME DESTINATION bin)
+    install(TARGETS ${name} RUNTIME DESTINATION bin COMPONENT server)
   endif()
 endfunction()
 
