@@ -180,6 +180,12 @@ class Scrape(unittest.TestCase):
                 else:
                     self.assertTrue(self.stack.query_range(expression, LOAD_SECONDS))
 
+    def test_steps_and_checkpoints_leave_their_figures(self):
+        for expression in ("max_over_time(lmhead_dense_logits_bytes[1m]) > 0", "lmhead_checkpoints_total{outcome='saved'} > 0",
+                           "lmhead_checkpoint_seconds_count > 0", "max_over_time(lmhead_last_checkpoint_timestamp_seconds[1m]) > 1e9",
+                           "lmhead_group_ready == 1"):
+            self.assertTrue(self.stack.query(expression), expression)
+
     def test_legends_name_labels_that_are_there(self):
         for title, target in dashboard.queries(dashboard.load()):
             with self.subTest(title):
