@@ -11,9 +11,11 @@
 #include "absl/flags/parse.h"
 #include "absl/flags/reflection.h"
 #include "absl/flags/usage.h"
+#include "absl/flags/usage_config.h"
 #include "absl/types/span.h"
 #include "proto/wire/process.h"
 #include "server/cli/commands.h"
+#include "server/server.h"
 
 namespace {
 
@@ -43,7 +45,8 @@ const std::vector<Command>& Commands() {
        "Holds ranks of a server elsewhere, until SIGTERM or SIGINT.",
        "server/cli/follow.cc",
        {"backend", "collective_host", "devices", "local_ranks", "log_format", "log_level",
-        "ready_file", "tls_ca_file", "tls_cert_file", "tls_key_file", "tls_server_name"}},
+        "ready_file", "tls_ca_file", "tls_cert_file", "tls_key_file", "tls_server_name",
+        "token_file"}},
       {"demo",
        lmhead::RunDemo,
        "",
@@ -152,6 +155,9 @@ int main(int argc, char** argv) {
     return 0;
   }
   absl::SetProgramUsageMessage(Overview());
+  absl::FlagsUsageConfig usage;
+  usage.version_string = [] { return std::string("lmhead ") + lmhead::kVersion + "\n"; };
+  absl::SetFlagsUsageConfig(usage);
   const std::vector<char*> arguments = absl::ParseCommandLine(argc, argv);
   const std::string name = arguments.size() > 1 ? arguments[1] : "";
   const Command* command = FindCommand(name);

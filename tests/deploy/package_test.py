@@ -59,7 +59,7 @@ class Install(unittest.TestCase):
             self.assertEqual({"bin", "include", "lib", "share"}, top)
             # What only a package may do: nothing outside the prefix, and no unit of systemd.
             self.assertFalse([name for name in found if name.startswith(("lib/systemd", "lib/sysusers.d"))])
-            self.assertIn("lmhead COMMAND", run(pathlib.Path(folder, "bin/lmhead"), "--help"))
+            self.assertEqual(f"lmhead {version()}\n", run(pathlib.Path(folder, "bin/lmhead"), "--version"))
 
 
 class Packages(unittest.TestCase):
