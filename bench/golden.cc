@@ -24,6 +24,11 @@
 #include "kernels/reference/compare.h"
 #include "kernels/reference/reference.h"
 #include "server/cli/common_flags.h"
+#include "server/config/server_config.h"
+
+ABSL_FLAG(int32_t, shards, 1,
+          "golden: Ranks of the service that each head is split over, threads of its process. Not "
+          "with --address.");
 
 namespace lmhead::bench {
 namespace {
@@ -42,6 +47,7 @@ struct GoldenOptions {
   std::vector<std::string> files;
   std::vector<Schedule> schedules;
   DType dtype = DType::kFloat32;
+  int32_t shards = 1;
 };
 
 absl::StatusOr<GoldenOptions> ParseOptions(absl::Span<char* const> positional) {
@@ -57,6 +63,15 @@ absl::StatusOr<GoldenOptions> ParseOptions(absl::Span<char* const> positional) {
   const auto dtype = DTypeFromFlag(DType::kFloat32);
   if (!dtype.ok()) return dtype.status();
   options.dtype = *dtype;
+  options.shards = absl::GetFlag(FLAGS_shards);
+  if (options.shards < 1 || options.shards > kRanksMax) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--shards is ", options.shards, "; wanted 1 to ", kRanksMax));
+  }
+  if (options.shards > 1 && !absl::GetFlag(FLAGS_address).empty()) {
+    return absl::InvalidArgumentError(
+        "--shards belongs to the service, which is there already at --address");
+  }
   auto files = ListGoldenCases(positional[0]);
   if (!files.ok()) return files.status();
   options.files = *std::move(files);
@@ -140,7 +155,9 @@ CaseReport RunCase(Client& client, const std::string& file, const GoldenOptions&
 absl::StatusOr<std::vector<CaseReport>> RunCases(absl::Span<char* const> positional) {
   const absl::StatusOr<GoldenOptions> options = ParseOptions(positional);
   if (!options.ok()) return options.status();
-  absl::StatusOr<Service> service = ReachService({});
+  std::vector<std::string> server_flags;
+  if (options->shards > 1) server_flags.push_back(absl::StrCat("--ranks=", options->shards));
+  absl::StatusOr<Service> service = ReachService(server_flags);
   if (!service.ok()) return service.status();
   std::vector<CaseReport> reports;
   for (const std::string& file : options->files) {

@@ -81,7 +81,7 @@ v1::HeadSpec TeacherSpecOf(const reference::Head& teacher, DType dtype, const st
   spec.set_logit_scale(static_cast<float>(teacher.logit_scale));
   spec.set_softcap(static_cast<float>(teacher.softcap));
   spec.mutable_optimizer()->set_kind(v1::OPTIMIZER_KIND_NONE);
-  spec.set_schedule(v1::SCHEDULE_EVAL);
+  spec.set_schedule(v1::SCHEDULE_FROZEN);
   return spec;
 }
 
@@ -262,9 +262,6 @@ absl::StatusOr<uint64_t> BeginStep(Client& client, const std::string& head) {
 absl::StatusOr<reference::Outputs> RunGoldenCase(Client& client, const GoldenCase& golden,
                                                  Schedule schedule, DType dtype,
                                                  const std::string& head) {
-  if (golden.recipe.distillation.has_value() || golden.recipe.policy.has_value()) {
-    return absl::UnimplementedError("objectives other than cross entropy");
-  }
   const std::string teacher_head = absl::StrCat(head, "-teacher");
   std::optional<ScopedHead> scoped_teacher;
   if (golden.teacher.has_value()) {

@@ -70,24 +70,33 @@ class GoldenCommandTest : public ::testing::Test {
   int exit_code_ = -1;
 };
 
-TEST_F(GoldenCommandTest, EveryCaseOfTheProjectPassesOrIsNotThereYet) {
+TEST_F(GoldenCommandTest, EveryCasePassesInEverySchedule) {
   const std::string output = Run(GoldenFolder() + " --backend cpu --json");
   EXPECT_EQ(exit_code_, 0) << output;
   const auto json = nlohmann::json::parse(output, nullptr, /*allow_exceptions=*/false);
   ASSERT_TRUE(json.is_object()) << output;
-  EXPECT_GE(json["passed"], 18);
+  EXPECT_EQ(json["passed"], 31);
   EXPECT_EQ(json["failed"], 0);
+  EXPECT_EQ(json["not_yet"], 0);
   for (const auto& entry : json["cases"]) {
-    if (entry["status"] == "passed") {
-      EXPECT_TRUE(entry["outputs"].contains("grad_weight")) << entry;
-    }
+    EXPECT_EQ(entry["status"], "passed") << entry;
+    EXPECT_TRUE(entry["outputs"].contains("grad_weight")) << entry;
   }
 }
 
 TEST_F(GoldenCommandTest, BFloat16StaysWithinTwiceThePlainError) {
   const std::string output = Run(GoldenFolder() + " --backend cpu --dtype bf16");
   EXPECT_EQ(exit_code_, 0) << output;
-  EXPECT_THAT(output, HasSubstr(" 0 failed"));
+  EXPECT_THAT(output, HasSubstr("31 passed, 0 failed, 0 not yet"));
+}
+
+TEST_F(GoldenCommandTest, EveryCasePassesOnShards) {
+  for (const int shards : {2, 3}) {
+    const std::string output =
+        Run(absl::StrCat(GoldenFolder(), " --backend cpu --shards=", shards));
+    EXPECT_EQ(exit_code_, 0) << output;
+    EXPECT_THAT(output, HasSubstr("31 passed, 0 failed, 0 not yet"));
+  }
 }
 
 // Wrong results must not widen the bounds that are derived from them.
@@ -117,6 +126,11 @@ TEST_F(GoldenCommandTest, WithoutCasesOrServiceNothingPasses) {
   EXPECT_THAT(Run("", true), HasSubstr("one folder"));
   EXPECT_EQ(exit_code_, 2);
   CopyCase("ce_plain");
+  EXPECT_THAT(Run(directory_ + " --shards=0", true), HasSubstr("--shards is 0; wanted 1 to"));
+  EXPECT_EQ(exit_code_, 2);
+  EXPECT_THAT(Run(directory_ + " --shards=2 --address=localhost:1", true),
+              HasSubstr("--shards belongs to the service"));
+  EXPECT_EQ(exit_code_, 2);
   EXPECT_THAT(Run(directory_ + " --schedule fused", true), HasSubstr("--schedule is 'fused'"));
   EXPECT_EQ(exit_code_, 2);
   EXPECT_THAT(Run(directory_ + " --server_binary " + directory_ + "/nothing", true),
