@@ -34,7 +34,7 @@ struct CommandResult {
   std::string output;
 };
 
-CommandResult Run(const std::string& arguments) {
+CommandResult RunLmhead(const std::string& arguments) {
   const std::string command =
       absl::StrCat("'", PathBesideTest("lmhead"), "' ", arguments, " 2>&1 </dev/null");
   CommandResult result;
@@ -152,8 +152,8 @@ TEST_F(TransferTest, AHeadComesInAndGoesBackUnchangedInEveryDType) {
     EXPECT_EQ(info->spec().softcap(), 30.0f);
     EXPECT_TRUE(info->spec().has_bias());
 
-    const CommandResult exported = Run(absl::StrCat("export '", root_, "/out' --from='", directory,
-                                                    "' --head=", name, " ", Address()));
+    const CommandResult exported = RunLmhead(absl::StrCat(
+        "export '", root_, "/out' --from='", directory, "' --head=", name, " ", Address()));
     ASSERT_EQ(exported.exit_code, 0) << exported.output;
     for (const auto& entry : fs::directory_iterator(directory)) {
       const std::string file = entry.path().filename();
@@ -180,7 +180,7 @@ TEST_F(TransferTest, TheEmbeddingStandsInWhenItIsTied) {
   const std::string directory =
       MakeCheckpoint(R"({"tie_word_embeddings": true, "logits_scaling": 4.0})", "",
                      SafetensorsDType::kBF16, false);
-  const CommandResult imported = Run(absl::StrCat(
+  const CommandResult imported = RunLmhead(absl::StrCat(
       "import '", directory,
       "' --spec='{\"trainable\":true,\"optimizer\":{\"kind\":\"OPTIMIZER_KIND_ADAMW\"}}' ",
       Address()));
@@ -203,30 +203,30 @@ TEST_F(TransferTest, WhatCannotBeIsSaidAndNothingIsWritten) {
   const std::string directory =
       MakeCheckpoint("{}", "unusual.weight", SafetensorsDType::kF32, false);
   fs::remove(directory + "/model-00001-of-00002.safetensors");
-  CommandResult result = Run("import '" + directory + "' " + Address());
+  CommandResult result = RunLmhead("import '" + directory + "' " + Address());
   EXPECT_EQ(result.exit_code, 1);
   EXPECT_THAT(result.output, HasSubstr("model-00001-of-00002.safetensors"));
 
   const std::string alone = directory + "/model-00002-of-00002.safetensors";
-  result = Run("import '" + alone + "' " + Address());
+  result = RunLmhead("import '" + alone + "' " + Address());
   EXPECT_EQ(result.exit_code, 1);
   EXPECT_THAT(result.output, HasSubstr("name the tensor with --tensor"));
-  result = Run("import '" + alone + "' --tensor=model.norm.weight " + Address());
+  result = RunLmhead("import '" + alone + "' --tensor=model.norm.weight " + Address());
   EXPECT_EQ(result.exit_code, 1);
   EXPECT_THAT(result.output, HasSubstr("wanted [vocab_size, hidden_size]"));
   result =
       Run("import '" + alone + "' --tensor=unusual.weight --spec='{\"nothing\":1}' " + Address());
   EXPECT_EQ(result.exit_code, 1);
   EXPECT_THAT(result.output, HasSubstr("--spec"));
-  result = Run("import '" + alone + "' --tensor=unusual.weight " + Address());
+  result = RunLmhead("import '" + alone + "' --tensor=unusual.weight " + Address());
   EXPECT_EQ(result.exit_code, 0) << result.output;
 
   result =
       Run("export '" + alone + "' --from='" + alone + "' --tensor=unusual.weight " + Address());
   EXPECT_EQ(result.exit_code, 1);
   EXPECT_THAT(result.output, HasSubstr("is there; choose another path"));
-  EXPECT_EQ(Run("export").exit_code, 2);
-  EXPECT_EQ(Run("import").exit_code, 2);
+  EXPECT_EQ(RunLmhead("export").exit_code, 2);
+  EXPECT_EQ(RunLmhead("import").exit_code, 2);
 }
 
 }  // namespace
