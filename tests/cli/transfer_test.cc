@@ -144,7 +144,7 @@ TEST_F(TransferTest, AHeadComesInAndGoesBackUnchangedInEveryDType) {
     const std::string directory = MakeCheckpoint(R"({"final_logit_softcapping": 30.0})",
                                                  "lm_head.weight", dtype, /*bias=*/true);
     const CommandResult imported =
-        Run(absl::StrCat("import '", directory, "' --head=", name, " ", Address()));
+        RunLmhead(absl::StrCat("import '", directory, "' --head=", name, " ", Address()));
     ASSERT_EQ(imported.exit_code, 0) << imported.output;
     const auto info = Connect()->GetHead(name);
     ASSERT_TRUE(info.ok()) << info.status();
@@ -214,15 +214,15 @@ TEST_F(TransferTest, WhatCannotBeIsSaidAndNothingIsWritten) {
   result = RunLmhead("import '" + alone + "' --tensor=model.norm.weight " + Address());
   EXPECT_EQ(result.exit_code, 1);
   EXPECT_THAT(result.output, HasSubstr("wanted [vocab_size, hidden_size]"));
-  result =
-      Run("import '" + alone + "' --tensor=unusual.weight --spec='{\"nothing\":1}' " + Address());
+  result = RunLmhead("import '" + alone + "' --tensor=unusual.weight --spec='{\"nothing\":1}' " +
+                     Address());
   EXPECT_EQ(result.exit_code, 1);
   EXPECT_THAT(result.output, HasSubstr("--spec"));
   result = RunLmhead("import '" + alone + "' --tensor=unusual.weight " + Address());
   EXPECT_EQ(result.exit_code, 0) << result.output;
 
-  result =
-      Run("export '" + alone + "' --from='" + alone + "' --tensor=unusual.weight " + Address());
+  result = RunLmhead("export '" + alone + "' --from='" + alone + "' --tensor=unusual.weight " +
+                     Address());
   EXPECT_EQ(result.exit_code, 1);
   EXPECT_THAT(result.output, HasSubstr("is there; choose another path"));
   EXPECT_EQ(RunLmhead("export").exit_code, 2);
