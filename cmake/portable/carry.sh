@@ -7,7 +7,7 @@ set -euo pipefail
 executable=$1
 folder=$(dirname "$executable")
 max_glibc=2.36
-max_bytes=$((60 << 20))
+max_bytes=$((80 << 20))
 # Sonames of glibc, and of GCC's runtime, which every system with a C++ program has.
 system='^(ld-linux-.*|lib(c|m|dl|rt|pthread|resolv|gcc_s|stdc\+\+)\.so\.[0-9]+)$'
 carried='^lib(dnnl|OpenCL|gomp|gloo|hiredis|ibverbs|nl-3|nl-route-3|prometheus-cpp-(core|pull)|civetweb(-cpp)?|z)\.so\.[0-9.]+$'
