@@ -95,12 +95,12 @@ def serve(root):
 def check(root, packages):
     before = root.files()
     for deb in packages:
-        shutil.copy(deb, root.folder / "root" / deb.name)
+        shutil.copy(deb, root.folder / "srv" / deb.name)
     say("apt install " + " ".join(deb.name for deb in packages))
     root.run("apt-get", "update", "-q")
-    root.run("apt-get", "install", "-y", "-q", "--no-install-recommends", *(f"/root/{deb.name}" for deb in packages))
+    root.run("apt-get", "install", "-y", "-q", "--no-install-recommends", *(f"/srv/{deb.name}" for deb in packages))
     for deb in packages:
-        (root.folder / "root" / deb.name).unlink()
+        (root.folder / "srv" / deb.name).unlink()
     say("user " + root.run("id", "lmhead").strip())
     say("ldconfig " + root.run("ldconfig", "-p").partition("liblmhead")[1])
     serve(root)
