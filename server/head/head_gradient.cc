@@ -23,8 +23,8 @@ absl::StatusOr<std::vector<float>> Head::CheckPiece(const GradientPiece& piece) 
   if (piece.row_ids.empty()) {
     if (piece.row_start < 0 || num_rows > spec_.vocab_size ||
         piece.row_start > spec_.vocab_size - num_rows) {
-      return wrong("rows [", piece.row_start, ", ", piece.row_start + num_rows,
-                   "), wanted them within the ", spec_.vocab_size, " rows of the weight");
+      return wrong("got ", num_rows, " rows from row ", piece.row_start,
+                   ", wanted them within the ", spec_.vocab_size, " rows of the weight");
     }
   } else if (static_cast<int64_t>(piece.row_ids.size()) != num_rows) {
     return wrong("got ", piece.row_ids.size(), " row_ids for ", num_rows, " rows");
