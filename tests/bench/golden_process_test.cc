@@ -2,10 +2,8 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
-#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
@@ -16,6 +14,7 @@
 #include <string>
 
 #include "absl/strings/str_cat.h"
+#include "tests/util/command.h"
 #include "tests/util/paths.h"
 
 namespace lmhead::bench {
@@ -42,18 +41,10 @@ class GoldenCommandTest : public ::testing::Test {
 
   // Runs it; exit code into exit_code_, standard output is returned, errors with it when asked for.
   std::string Run(const std::string& arguments, bool with_errors = false) {
-    const std::string command = absl::StrCat("'", PathBesideTest("lmhead-bench"), "' golden ",
-                                             arguments, with_errors ? " 2>&1" : "");
-    std::string output;
-    std::FILE* const pipe = popen(command.c_str(), "r");
-    if (pipe == nullptr) return output;
-    char buffer[4096];
-    for (size_t got; (got = std::fread(buffer, 1, sizeof buffer, pipe)) > 0;) {
-      output.append(buffer, got);
-    }
-    const int status = pclose(pipe);
-    exit_code_ = WIFEXITED(status) ? WEXITSTATUS(status) : -1;
-    return output;
+    const CommandResult result = RunCommand(absl::StrCat(
+        "'", PathBesideTest("lmhead-bench"), "' golden ", arguments, with_errors ? " 2>&1" : ""));
+    exit_code_ = result.exit_code;
+    return result.output;
   }
 
   // Copies a case, with `change` applied to the bytes of the file.

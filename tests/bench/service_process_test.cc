@@ -2,15 +2,14 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <sys/wait.h>
 
-#include <cstdio>
 #include <nlohmann/json.hpp>
 #include <string>
 
 #include "absl/strings/str_cat.h"
 #include "client/cpp/client.h"
 #include "client/cpp/local_server.h"
+#include "tests/util/command.h"
 #include "tests/util/paths.h"
 
 namespace lmhead::bench {
@@ -22,29 +21,14 @@ using ::testing::Not;
 constexpr char kTiny[] =
     "--backend=cpu --vocab=96 --hidden=32 --batch_tokens=64 --chunk_bytes=1024 --inflight=3 ";
 
-struct Outcome {
-  int exit_code = -1;
-  std::string output;
-};
-
-Outcome RunCommand(const std::string& arguments, bool with_errors = false) {
-  const std::string command = absl::StrCat("'", PathBesideTest("lmhead-bench"), "' service ",
-                                           arguments, with_errors ? " 2>&1" : "");
-  Outcome outcome;
-  std::FILE* const pipe = popen(command.c_str(), "r");
-  if (pipe == nullptr) return outcome;
-  char buffer[4096];
-  for (size_t got; (got = std::fread(buffer, 1, sizeof buffer, pipe)) > 0;) {
-    outcome.output.append(buffer, got);
-  }
-  const int status = pclose(pipe);
-  outcome.exit_code = WIFEXITED(status) ? WEXITSTATUS(status) : -1;
-  return outcome;
+CommandResult RunService(const std::string& arguments, bool with_errors = false) {
+  return RunCommand(absl::StrCat("'", PathBesideTest("lmhead-bench"), "' service ", arguments,
+                                 with_errors ? " 2>&1" : ""));
 }
 
 // The object below "service", or one without anything.
 nlohmann::json RunJson(const std::string& arguments) {
-  const Outcome outcome = RunCommand(absl::StrCat(arguments, " --json"));
+  const CommandResult outcome = RunService(absl::StrCat(arguments, " --json"));
   EXPECT_EQ(outcome.exit_code, 0) << outcome.output;
   const auto json = nlohmann::json::parse(outcome.output, nullptr, /*allow_exceptions=*/false);
   EXPECT_TRUE(json.is_object() && json.contains("service")) << outcome.output;
@@ -125,7 +109,7 @@ TEST(ServiceBenchTest, LeavesAServiceThatWasThereAsItWas) {
 }
 
 TEST(ServiceBenchTest, TheTableHasALineACase) {
-  const Outcome outcome = RunCommand(
+  const CommandResult outcome = RunService(
       absl::StrCat(kTiny, "--tokens=100 --repeats=1 --connections=1,2 --schedule=retain"));
   EXPECT_EQ(outcome.exit_code, 0) << outcome.output;
   EXPECT_THAT(outcome.output, HasSubstr("head 96 x 32 bfloat16"));
@@ -137,7 +121,7 @@ TEST(ServiceBenchTest, TheTableHasALineACase) {
 
 TEST(ServiceBenchTest, FlagsThatMakeNoSenseAreNamed) {
   const auto refused = [](const std::string& arguments, const std::string& reason) {
-    const Outcome outcome = RunCommand(arguments, /*with_errors=*/true);
+    const CommandResult outcome = RunService(arguments, /*with_errors=*/true);
     EXPECT_EQ(outcome.exit_code, 2) << arguments;
     EXPECT_THAT(outcome.output, HasSubstr(reason)) << arguments;
   };

@@ -1,12 +1,11 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <sys/wait.h>
 
-#include <cstdio>
 #include <nlohmann/json.hpp>
 #include <string>
 
 #include "absl/strings/str_cat.h"
+#include "tests/util/command.h"
 #include "tests/util/paths.h"
 
 namespace lmhead {
@@ -14,24 +13,8 @@ namespace {
 
 using ::testing::HasSubstr;
 
-struct CommandResult {
-  int exit_code = -1;
-  std::string output;  // Standard output and standard error.
-};
-
 CommandResult Estimate(const std::string& flags) {
-  const std::string command =
-      absl::StrCat("'", PathBesideTest("lmhead"), "' estimate ", flags, " 2>&1");
-  CommandResult result;
-  std::FILE* const pipe = popen(command.c_str(), "r");
-  if (pipe == nullptr) return result;
-  char buffer[4096];
-  for (size_t got; (got = std::fread(buffer, 1, sizeof buffer, pipe)) > 0;) {
-    result.output.append(buffer, got);
-  }
-  const int status = pclose(pipe);
-  if (WIFEXITED(status)) result.exit_code = WEXITSTATUS(status);
-  return result;
+  return RunCommand(absl::StrCat("'", PathBesideTest("lmhead"), "' estimate ", flags, " 2>&1"));
 }
 
 constexpr char kExample[] = "--batch 1 --seq 131072 --vocab 131072 --hidden 4096 --dtype bf16 ";

@@ -2,9 +2,7 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <sys/wait.h>
 
-#include <cstdio>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
@@ -18,6 +16,7 @@
 #include "proto/types/dtype.h"
 #include "server/checkpoint/safetensors.h"
 #include "server/checkpoint/safetensors_writer.h"
+#include "tests/util/command.h"
 #include "tests/util/paths.h"
 
 namespace lmhead {
@@ -29,24 +28,9 @@ using ::testing::HasSubstr;
 constexpr int64_t kVocab = 11;
 constexpr int64_t kHidden = 6;
 
-struct CommandResult {
-  int exit_code = -1;
-  std::string output;
-};
-
 CommandResult RunLmhead(const std::string& arguments) {
-  const std::string command =
-      absl::StrCat("'", PathBesideTest("lmhead"), "' ", arguments, " 2>&1 </dev/null");
-  CommandResult result;
-  std::FILE* const pipe = popen(command.c_str(), "r");
-  if (pipe == nullptr) return result;
-  char buffer[4096];
-  for (size_t got; (got = std::fread(buffer, 1, sizeof buffer, pipe)) > 0;) {
-    result.output.append(buffer, got);
-  }
-  const int status = pclose(pipe);
-  if (WIFEXITED(status)) result.exit_code = WEXITSTATUS(status);
-  return result;
+  return RunCommand(
+      absl::StrCat("'", PathBesideTest("lmhead"), "' ", arguments, " 2>&1 </dev/null"));
 }
 
 // Bits of element i of a tensor; the values are exact in every dtype.

@@ -6,7 +6,6 @@
 #include <signal.h>
 
 #include <atomic>
-#include <cstdio>
 #include <nlohmann/json.hpp>
 #include <thread>
 
@@ -16,6 +15,7 @@
 #include "grpc/health/v1/health.grpc.pb.h"
 #include "tests/e2e/service_fixture.h"
 #include "tests/util/certificates.h"
+#include "tests/util/command.h"
 
 namespace lmhead::e2e {
 namespace {
@@ -178,27 +178,14 @@ TEST(Serve, RefusesPlaintextThatOthersReach) {
 
 // --- lmhead doctor ---
 
-struct Output {
-  int exit_code = -1;
-  std::string text;
-};
-
-Output RunLmhead(const std::string& arguments) {
-  FILE* pipe = popen(absl::StrCat(LmheadBinary(), " ", arguments, " 2>&1").c_str(), "r");
-  Output output;
-  char buffer[4096];
-  for (size_t size = 0; (size = fread(buffer, 1, sizeof(buffer), pipe)) > 0;) {
-    output.text.append(buffer, size);
-  }
-  const int status = pclose(pipe);
-  output.exit_code = WIFEXITED(status) ? WEXITSTATUS(status) : -1;
-  return output;
+CommandResult RunLmhead(const std::string& arguments) {
+  return RunCommand(absl::StrCat(LmheadBinary(), " ", arguments, " 2>&1"));
 }
 
 // The finding of a check in the doctor's JSON; null when there is none.
-nlohmann::json FindingOf(const Output& output, const std::string& check) {
-  const nlohmann::json json = nlohmann::json::parse(output.text, nullptr, false);
-  EXPECT_TRUE(json.is_object()) << output.text;
+nlohmann::json FindingOf(const CommandResult& output, const std::string& check) {
+  const nlohmann::json json = nlohmann::json::parse(output.output, nullptr, false);
+  EXPECT_TRUE(json.is_object()) << output.output;
   if (!json.is_object()) return nullptr;
   for (const nlohmann::json& finding : json["findings"]) {
     if (finding["check"] == check) return finding;
@@ -213,17 +200,17 @@ TEST(Doctor, FindsNothingWrongWithAGoodSetUp) {
                             {"tls.key", leaf.key_pem},
                             {"ca.crt", authority.cert_pem()},
                             {"policy.json", R"({"identities": []})"}});
-  const Output output = RunLmhead(absl::StrCat(
+  const CommandResult output = RunLmhead(absl::StrCat(
       "doctor --json --backend=cpu --listen=127.0.0.1:0 --tls_cert_file=", files.Path("tls.crt"),
       " --tls_key_file=", files.Path("tls.key"), " --tls_client_ca_file=", files.Path("ca.crt"),
       " --tls_ca_file=", files.Path("ca.crt"), " --auth_policy_file=", files.Path("policy.json")));
-  EXPECT_EQ(output.exit_code, 0) << output.text;
+  EXPECT_EQ(output.exit_code, 0) << output.output;
   for (const char* check : {"port --listen", "tls_cert_file", "tls_ca_file", "tls_client_ca_file",
                             "auth_policy_file"}) {
-    EXPECT_EQ(FindingOf(output, check).value("severity", ""), "ok") << check << output.text;
+    EXPECT_EQ(FindingOf(output, check).value("severity", ""), "ok") << check << output.output;
   }
   for (const char* check : {"/dev/shm", "memlock", "nofile", "clock", "memory"}) {
-    EXPECT_FALSE(FindingOf(output, check).is_null()) << check << output.text;
+    EXPECT_FALSE(FindingOf(output, check).is_null()) << check << output.output;
   }
 }
 
@@ -271,19 +258,19 @@ TEST(Doctor, SaysWhatIsWrongAndHowToMendIt) {
       {"--checkpoint_dir=/no/such/folder", "checkpoint_dir", "fail", "No such file"},
   };
   for (const auto& c : cases) {
-    const Output output = RunLmhead(absl::StrCat(
+    const CommandResult output = RunLmhead(absl::StrCat(
         "doctor --json --backend=cpu ",
         c.flags.find("--listen") == std::string::npos ? "--listen=127.0.0.1:0 " : "", c.flags));
     const nlohmann::json finding = FindingOf(output, c.check);
-    ASSERT_FALSE(finding.is_null()) << c.flags << output.text;
+    ASSERT_FALSE(finding.is_null()) << c.flags << output.output;
     EXPECT_EQ(finding.value("severity", ""), c.severity) << finding;
     EXPECT_THAT(finding.value("what", ""), HasSubstr(c.says));
     EXPECT_FALSE(finding.value("mend", "").empty()) << finding;
     if (std::string(c.severity) == "fail") EXPECT_EQ(output.exit_code, 1) << c.flags;
   }
-  const Output text = RunLmhead("doctor --backend=cpu --listen=127.0.0.1:0");
-  EXPECT_EQ(text.exit_code, 0) << text.text;
-  EXPECT_THAT(text.text, HasSubstr("port --listen"));
+  const CommandResult text = RunLmhead("doctor --backend=cpu --listen=127.0.0.1:0");
+  EXPECT_EQ(text.exit_code, 0) << text.output;
+  EXPECT_THAT(text.output, HasSubstr("port --listen"));
 }
 
 }  // namespace
