@@ -41,6 +41,11 @@ ABSL_FLAG(int64_t, vocab, 0,
 
 namespace lmhead {
 
+std::string AddressFromFlags() {
+  const std::string address = absl::GetFlag(FLAGS_address);
+  return address.empty() ? "127.0.0.1:50051" : address;
+}
+
 ClientOptions ClientOptionsFromFlags() {
   ClientOptions options;
   options.credentials = {.tls_ca_file = absl::GetFlag(FLAGS_tls_ca_file),

@@ -27,6 +27,9 @@ ABSL_DECLARE_FLAG(int64_t, vocab);
 
 namespace lmhead {
 
+// --address, or where `lmhead serve` listens unless told.
+std::string AddressFromFlags();
+
 // How a command connects to a service: the five flags above `vocab`.
 ClientOptions ClientOptionsFromFlags();
 

@@ -19,7 +19,6 @@
 namespace lmhead {
 namespace {
 
-constexpr char kDefaultAddress[] = "127.0.0.1:50051";
 constexpr int kExitFailure = 1;
 constexpr int kExitUsage = 2;
 
@@ -103,8 +102,7 @@ int RunStatus(absl::Span<char* const> positional) {
     std::fprintf(stderr, "lmhead status: got '%s'; wanted --address=host:port\n", positional[0]);
     return kExitUsage;
   }
-  std::string address = absl::GetFlag(FLAGS_address);
-  if (address.empty()) address = kDefaultAddress;
+  const std::string address = AddressFromFlags();
   absl::StatusOr<std::unique_ptr<Client>> client =
       Client::Connect(address, ClientOptionsFromFlags());
   if (!client.ok()) return Fail(client.status());

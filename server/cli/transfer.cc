@@ -9,7 +9,6 @@
 
 #include "absl/flags/flag.h"
 #include "proto/types/check.h"
-#include "server/cli/common_flags.h"
 
 ABSL_FLAG(std::string, head, "lm", "import, export: name of the service's head.");
 ABSL_FLAG(std::string, tensor, "",
@@ -19,15 +18,9 @@ ABSL_FLAG(std::string, tensor, "",
 namespace lmhead {
 namespace {
 
-constexpr char kDefaultAddress[] = "127.0.0.1:50051";
 constexpr int64_t kBlockBytes = int64_t{16} << 20;
 
 }  // namespace
-
-std::string AddressFromFlags() {
-  std::string address = absl::GetFlag(FLAGS_address);
-  return address.empty() ? kDefaultAddress : address;
-}
 
 absl::Status ForRowBlocks(int64_t num_rows, int64_t row_bytes,
                           absl::FunctionRef<absl::Status(int64_t, int64_t)> work) {

@@ -18,9 +18,6 @@ ABSL_DECLARE_FLAG(std::string, tensor);
 
 namespace lmhead {
 
-// --address, or where `lmhead serve` listens unless told.
-std::string AddressFromFlags();
-
 // Calls work(row, count) for blocks of rows [0, num_rows) of about 16 MiB.
 absl::Status ForRowBlocks(int64_t num_rows, int64_t row_bytes,
                           absl::FunctionRef<absl::Status(int64_t row, int64_t count)> work);
