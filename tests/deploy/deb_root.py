@@ -105,7 +105,7 @@ def check(root, packages):
     say("ldconfig " + root.run("ldconfig", "-p").partition("liblmhead")[1])
     serve(root)
     say("apt purge")
-    root.run("apt-get", "purge", "-y", "-q", "lmhead", "lmhead-client")
+    root.run("apt-get", "purge", "-y", "-q", "lmhead", "liblmhead0", "liblmhead-dev")
     left = {name for name in root.files() - before if not name.startswith(("/var/lib/lmhead", "/run/lmhead"))}
     if left:
         raise SystemExit(f"deb: the purge left {sorted(left)}")
@@ -118,9 +118,10 @@ def main():
     parser.add_argument("--base", type=pathlib.Path)
     parser.add_argument("--keep", action="store_true", help="leave the root in the work folder")
     options = parser.parse_args()
-    packages = sorted(options.packages.glob("lmhead*.deb"))
-    if len(packages) != 2:
-        raise SystemExit(f"deb: {options.packages} has {len(packages)} packages, wanted lmhead and lmhead-client: make package")
+    packages = sorted(options.packages.glob("*lmhead*.deb"))
+    names = {deb.name.split("_")[0] for deb in packages}
+    if names != {"lmhead", "liblmhead0", "liblmhead-dev"} or len(packages) != 3:
+        raise SystemExit(f"deb: {options.packages} has {names}, wanted lmhead, liblmhead0 and liblmhead-dev, each once: make package")
     root = make_root(options.work, options.base)
     with Mounts(root.folder):
         check(root, packages)
