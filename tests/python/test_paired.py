@@ -82,6 +82,80 @@ class PairedTest(ServiceTest):
                 self.assertNear(got[2], want[2], GRAD_BOUND)
                 self.assertEqual(got[3].num_tokens, want[3].num_tokens)
 
+    def evaluate(self, recipe, batches, worker="", **options):
+        """Losses of one evaluation and gradients of the hidden states, one a batch."""
+        losses, grads = [], []
+        paired = recipe.distillation.paired_stream is not None
+        with self.student.evaluation(worker) as evaluation:
+            for hidden, labels, teacher_hidden in batches:
+                local = hidden.detach().clone().requires_grad_()
+                given = {} if paired else {"teacher_hidden": teacher_hidden}
+                loss = evaluation.loss(local, labels, shift=True, recipe=recipe, frozen=True, **given, **options)
+                grads += torch.autograd.grad(loss.sum(), local)
+                losses.append(loss.detach())
+        return torch.stack(losses), torch.stack(grads)
+
+    def test_an_evaluation_meets_its_teacher_by_name_and_leaves_the_step_alone(self):
+        batches = [(*self.data(2, 5), torch.randn(2, 5, TEACHER_SIZE)) for _ in range(4)]
+        recipe = self.recipe(torch.float32)
+
+        def send(head):
+            for _ in range(2):
+                with head.teacher_stream(None, recipe, worker="validation") as stream:
+                    for _, _, teacher_hidden in batches:
+                        stream.send(teacher_hidden)
+
+        with self.student.step(1) as step:
+            hidden, labels, teacher_hidden = batches[0]
+            step.loss(hidden, labels, recipe=self.recipe(None), teacher_hidden=teacher_hidden).backward()
+            before = self.student.read_grad_weight()
+            join = self.in_another_program(send)
+            for reduction in ("mean", "none"):  # The same name twice: one after the other.
+                got = self.evaluate(recipe, batches, "validation", reduction=reduction)
+                want = self.evaluate(self.recipe(None), batches, reduction=reduction)
+                self.assertNear(got[0], want[0], LOSS_BOUND)
+                self.assertNear(got[1], want[1], GRAD_BOUND)
+            join()
+            self.assertTrue(torch.equal(self.student.read_grad_weight(), before))
+            self.assertEqual(step.prepare().num_rows, 10)
+            step.abort()
+
+    def test_evaluations_of_two_names_do_not_mix(self):
+        recipe = self.recipe(torch.float32)
+        hidden, labels = self.data(7)
+        teachers = {name: torch.randn(7, TEACHER_SIZE) for name in ("left", "right")}
+
+        def send(name):
+            def run(head):
+                with head.teacher_stream(None, recipe, worker=name) as stream:
+                    stream.send(teachers[name])
+            return run
+
+        with torch.no_grad(), self.student.evaluation("left") as left, self.student.evaluation("right") as right:
+            futures = {"left": left.loss_async(hidden, labels, recipe=recipe),
+                       "right": right.loss_async(hidden, labels, recipe=recipe)}
+            joins = [self.in_another_program(send(name)) for name in ("right", "left")]
+            for name, future in futures.items():
+                want = self.student.loss(hidden, labels, recipe=self.recipe(None), teacher_hidden=teachers[name])
+                self.assertNear(future.result(), want, LOSS_BOUND)
+        for join in joins:
+            join()
+
+    def test_an_evaluation_has_one_recipe_and_an_end(self):
+        hidden, labels = self.data(7)
+        with torch.no_grad():
+            with self.student.evaluation() as evaluation:
+                evaluation.loss(hidden, labels)
+                with self.assertRaisesRegex(ValueError, "open another one"):
+                    evaluation.loss(hidden, labels, reduction="none")
+                self.assertNear(evaluation.loss(hidden, labels, reduction="mean"),
+                                self.student.loss(hidden, labels, reduction="mean"), LOSS_BOUND)
+            with self.assertRaisesRegex(RuntimeError, "is over"):
+                evaluation.loss(hidden, labels)
+        with self.assertRaisesRegex(RuntimeError, "is trainable"):
+            with self.student.evaluation() as evaluation:
+                evaluation.loss(hidden, labels)
+
     def test_a_teacher_that_gives_up_leaves_nothing_waiting(self):
         recipe = self.recipe(torch.float32)
         with self.student.step(1) as step:
@@ -106,6 +180,14 @@ class PairedTest(ServiceTest):
             self.student.teacher_stream(1, self.recipe(None))
         with self.assertRaisesRegex(ValueError, "step is 0"):
             self.student.teacher_stream(0, self.recipe(torch.float32))
+        with self.assertRaisesRegex(ValueError, "worker is not stated"):
+            self.student.teacher_stream(None, self.recipe(torch.float32))
+        hidden, labels = self.data(5)
+        with self.assertRaisesRegex(ValueError, r"use head.evaluation\(worker\)"):
+            self.student.loss(hidden, labels, recipe=self.recipe(torch.float32), frozen=True)
+        with self.assertRaisesRegex(lmhead.InvalidArgument, "worker is empty"):
+            with self.student.evaluation() as evaluation:
+                evaluation.loss(hidden, labels, recipe=self.recipe(torch.float32), frozen=True)
         unchunked = lmhead.RemoteHead(self.client, self.student.name)
         with self.student.step(1) as step:
             with self.assertRaisesRegex(lmhead.InvalidArgument, "chunk_tokens"):

@@ -16,9 +16,11 @@ from lmhead.elastic import elastic_step
 from lmhead.errors import (Aborted, AlreadyExists, Cancelled, DataLoss, DeadlineExceeded, Error, FailedPrecondition,
                            HeadPoisoned, Internal, InvalidArgument, NotFound, PermissionDenied, ResourceExhausted,
                            StepLost, Unauthenticated, Unavailable, Unimplemented)
+from lmhead.evaluation import Evaluation
 from lmhead.gradients import Clipped, average_gradients, clip_grad_norm
 from lmhead.head import SGD, AdamW, HeadInfo, RemoteHead
 from lmhead.huggingface import PatchedModel, head_arguments, patch
+from lmhead.logprobs import Logprobs
 from lmhead.loss import LossFuture
 from lmhead.recipe import ClippedPolicy, Distillation, PolicyCoefficients, Recipe
 from lmhead.step import Commit, Report, Step
@@ -28,8 +30,8 @@ from lmhead.workers import RankFailed, Workers, distributed_workers, named_worke
 __version__ = version()
 __all__ = [
     "Aborted", "AdamW", "AlreadyExists", "Cancelled", "Client", "Clipped", "ClippedPolicy", "Commit", "DataLoss",
-    "DeadlineExceeded", "Distillation", "Error", "FailedPrecondition", "HeadInfo", "HeadPoisoned", "Internal",
-    "InvalidArgument", "LossFuture", "NotFound", "PatchedModel", "PermissionDenied", "PolicyCoefficients", "RankFailed",
+    "DeadlineExceeded", "Distillation", "Error", "Evaluation", "FailedPrecondition", "HeadInfo", "HeadPoisoned", "Internal",
+    "InvalidArgument", "Logprobs", "LossFuture", "NotFound", "PatchedModel", "PermissionDenied", "PolicyCoefficients", "RankFailed",
     "Recipe", "RemoteHead", "Report", "ResourceExhausted", "SGD", "Step", "StepLost", "TeacherStream", "Unauthenticated",
     "Unavailable", "Unimplemented", "Workers", "average_gradients", "clip_grad_norm", "distributed_workers", "elastic_step",
     "head_arguments", "named_workers", "patch", "version",

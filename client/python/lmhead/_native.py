@@ -11,7 +11,7 @@ import json
 import os
 import pathlib
 from ctypes import POINTER, byref, c_char_p, c_double, c_float, c_int32, c_int64, c_size_t, c_uint64, c_void_p
-from typing import Any, Dict, Optional
+from typing import Any, Dict, List, Optional
 
 from lmhead.errors import error_of
 
@@ -55,7 +55,7 @@ class LossResult(ctypes.Structure):
 
 # Name: (types of the arguments before the error, result).
 _HANDLE = c_void_p
-_FUNCTIONS = {
+_FUNCTIONS: Dict[str, List[Any]] = {
     "client_connect": [c_char_p, POINTER(ClientOptions), POINTER(_HANDLE)],
     "client_call": [_HANDLE, c_char_p, c_char_p, c_double, POINTER(c_void_p)],
     "client_load_weights": [_HANDLE, c_char_p, c_int32, c_int32, c_int64, c_int64, c_int64, c_void_p],
@@ -111,7 +111,7 @@ _library = _load()
 
 def version() -> str:
     """Release of liblmhead.so."""
-    return _library.lmhead_version().decode()
+    return str(_library.lmhead_version().decode())
 
 
 def _call(name: str, *arguments: Any) -> None:
@@ -130,7 +130,7 @@ class _Owner:
     _closer: str
 
     def __init__(self, handle: c_void_p):
-        self.handle = handle
+        self.handle: Optional[c_void_p] = handle
         self._process = os.getpid()
 
     def close(self) -> None:
@@ -158,11 +158,13 @@ class NativeClient(_Owner):
         _call("client_connect", address.encode(), byref(options), byref(handle))
         super().__init__(handle)
 
-    def call(self, method: str, request: dict, timeout: float = 0.0) -> dict:
+    def call(self, method: str, request: Dict[str, Any], timeout: float = 0.0) -> Dict[str, Any]:
         answer = c_void_p()
         _call("client_call", self.handle, method.encode(), json.dumps(request).encode(), timeout, byref(answer))
         try:
-            return json.loads(ctypes.cast(answer, c_char_p).value.decode())
+            text = ctypes.cast(answer, c_char_p).value or b"{}"
+            found: Dict[str, Any] = json.loads(text.decode())
+            return found
         finally:
             _library.lmhead_string_free(answer)
 
@@ -187,7 +189,7 @@ class NativeWriter(_Owner):
 
     _closer = "writer_close"
 
-    def __init__(self, client: NativeClient, open_message: dict, connections: int, inflight_chunks: int,
+    def __init__(self, client: NativeClient, open_message: Dict[str, Any], connections: int, inflight_chunks: int,
                  chunk_bytes: int, chunk_tokens: int, checksums: bool):
         options = WriterOptions(ctypes.sizeof(WriterOptions), connections, inflight_chunks, chunk_bytes, chunk_tokens,
                                 checksums, 0)

@@ -8,7 +8,7 @@ the caller's stream does next, without waiting.
 from __future__ import annotations
 
 import threading
-from typing import Dict, Optional, Tuple
+from typing import Dict, Optional, Sequence, Tuple
 
 import torch
 
@@ -29,7 +29,7 @@ def check_dtype(tensor: torch.Tensor, name: str) -> None:
 def _copy_stream(device: torch.device, direction: str) -> "torch.cuda.Stream":
     with _copy_streams_lock:
         if (device, direction) not in _copy_streams:
-            _copy_streams[device, direction] = torch.cuda.Stream(device)
+            _copy_streams[device, direction] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         return _copy_streams[device, direction]
 
 
@@ -55,7 +55,7 @@ class Download:
                 pinned.copy_(tensor, non_blocking=True)
                 tensor.record_stream(stream)
                 self.host[name] = pinned
-            self._event = torch.cuda.Event()
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record(stream)
 
     def wait(self) -> Dict[str, torch.Tensor]:
@@ -66,7 +66,7 @@ class Download:
         return self.host
 
 
-def empty_like_host(shape, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def empty_like_host(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A host tensor for results that go to ``device``."""
     return torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")
 

@@ -11,7 +11,7 @@ What to do is the class:
 
 from __future__ import annotations
 
-from typing import Optional
+from typing import Any, Dict, Optional, Tuple, Type
 
 
 class Error(Exception):
@@ -35,11 +35,11 @@ class Error(Exception):
     def __str__(self) -> str:
         return f"{self.code_name}: {self.message}"
 
-    def __reduce__(self):
+    def __reduce__(self) -> Tuple[Any, ...]:
         return _rebuild, (type(self), self.message, self.__dict__)
 
 
-def _rebuild(kind, message, attributes):
+def _rebuild(kind: Type[Error], message: str, attributes: Dict[str, Any]) -> Error:
     error = kind(message)
     error.__dict__.update(attributes)
     return error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Iterable, Optional
+from typing import Any, Dict, Iterable, List, Optional, Tuple
 
 import torch
 
@@ -73,7 +73,7 @@ def average_gradients(parameters: Iterable[torch.Tensor], group: Any = None) -> 
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         grads.append(parameter.grad)
-    by_dtype = {}
+    by_dtype: Dict[Tuple[torch.dtype, torch.device], List[torch.Tensor]] = {}
     for grad in grads:
         by_dtype.setdefault((grad.dtype, grad.device), []).append(grad)
     for same in by_dtype.values():

@@ -10,8 +10,10 @@ import torch
 
 from lmhead import _native, _staging
 from lmhead.client import Client
-from lmhead.loss import OUTPUTS, Arguments, Call, LossFuture, UpstreamLedger
-from lmhead.recipe import Recipe
+from lmhead.evaluation import Evaluation, evaluation_call, evaluation_future
+from lmhead.logprobs import Logprobs, differentiable_logprobs
+from lmhead.loss import OUTPUTS, Arguments, Call, LossFuture, shift_left
+from lmhead.recipe import IGNORE_INDEX, Recipe
 from lmhead.step import Step, Streams, checked_arguments
 from lmhead.teacher import TeacherStream
 from lmhead.workers import SINGLE, Workers
@@ -200,7 +202,7 @@ class RemoteHead:
         Args:
             name: below the head's folder there; empty: after the step.
         """
-        return self.client.call("SaveCheckpoint", timeout=CHECKPOINT_SECONDS, head=self.name, name=name)["name"]
+        return str(self.client.call("SaveCheckpoint", timeout=CHECKPOINT_SECONDS, head=self.name, name=name)["name"])
 
     def restore_checkpoint(self, name: str = "") -> HeadInfo:
         """Brings the head back from a checkpoint, the newest complete one when none is named; makes it when it is gone."""
@@ -219,36 +221,51 @@ class RemoteHead:
         """
         return Step(self, self.next_step() if number is None else number, workers, num_recipes)
 
-    def teacher_stream(self, step: int, recipe: Recipe, *, hidden_dtype: torch.dtype = torch.float32, worker: str = "w0",
-                       token_weights: bool = False, token_temperature: bool = False,
+    def teacher_stream(self, step: Optional[int], recipe: Recipe, *, hidden_dtype: torch.dtype = torch.float32,
+                       worker: Optional[str] = None, token_weights: bool = False, token_temperature: bool = False,
                        incarnation: Optional[int] = None) -> TeacherStream:
-        """The teacher's side of the student's step, for the program that runs the teacher's trunk.
+        """The teacher's side of the student's step or evaluation, for the program that runs the teacher's trunk.
 
         This is the student's head, connected to with the same ``chunk_tokens`` as in the student's program, which has
         opened the step. Everything below is as there.
 
         Args:
-            step: the student's step.
+            step: the student's step; None: its ``evaluation(worker)``.
             recipe: with a Distillation that has a ``teacher_head`` and a ``paired_stream``.
             hidden_dtype: of the student's hidden states.
-            worker: the student's; with several recipes a step those after the first are ``w0.1``, ``w0.2``, ....
+            worker: the student's; None: ``w0``. With several recipes a step those after the first are ``w0.1``,
+                ``w0.2``, .... An evaluation's is stated.
             token_weights, token_temperature: whether the student's losses have them.
             incarnation: the student's ``step.incarnation``; None: the server's now.
 
         Raises:
-            ValueError: the recipe is none of a paired stream.
+            ValueError: the recipe is none of a paired stream, or an evaluation's worker is not stated.
             FailedPrecondition: the step is not open.
         """
         distillation = recipe.distillation
         if distillation is None or distillation.teacher_head is None or distillation.paired_stream is None:
             raise ValueError("the recipe has no distillation with teacher_head and paired_stream, which a teacher's stream "
                              "needs")
-        if step < 1:
-            raise ValueError(f"step is {step}, want at least 1")
-        return TeacherStream(self, step, recipe, hidden_dtype, worker, token_weights, token_temperature,
-                             self.client.incarnation() if incarnation is None else incarnation)
+        if step is not None and step < 1:
+            raise ValueError(f"step is {step}, want at least 1, or None for an evaluation")
+        if step is None and not worker:
+            raise ValueError("worker is not stated: an evaluation is joined by the worker's name, as in the student's "
+                             "head.evaluation(worker)")
+        if step is not None and incarnation is None:
+            incarnation = self.client.incarnation()
+        return TeacherStream(self, step or 0, recipe, distillation.paired_stream, hidden_dtype, worker or "w0", token_weights, token_temperature,
+                             incarnation or 0)
 
     # --- Without a step -----------------------------------------------------------------------------------------------
+
+    def evaluation(self, worker: str = "") -> Evaluation:
+        """Many losses without a step over one stream; use it as ``with head.evaluation() as evaluation:``.
+
+        Args:
+            worker: names it for the teacher's program, where the recipe has a ``paired_stream``: a name that no other
+                evaluation of this head has meanwhile, 1 to 100 characters of [A-Za-z0-9._-].
+        """
+        return Evaluation(self, worker)
 
     def loss(self, hidden: torch.Tensor, labels: torch.Tensor, **options: Any) -> torch.Tensor:
         """An evaluation, or the loss of a frozen head with the gradient of ``hidden``; arguments as for Step.loss.
@@ -257,23 +274,19 @@ class RemoteHead:
             frozen: True gives the gradient of ``hidden`` although the head is trainable, and leaves the head alone.
 
         Raises:
+            ValueError: a tensor does not fit, or the recipe has a ``paired_stream``; nothing was sent.
             RuntimeError: gradients are wanted of a trainable head, which takes a step.
         """
         return self.loss_async(hidden, labels, **options).result()
 
-    def loss_async(self, hidden: torch.Tensor, labels: torch.Tensor, *, recipe: Recipe = Recipe(), shift: bool = False,
-                   reduction: str = "sum", num_items: Optional[float] = None, grad_scale: float = 1.0,
-                   teacher_hidden: Optional[torch.Tensor] = None, frozen: bool = False,
-                   **tensors: Optional[torch.Tensor]) -> LossFuture:
+    def loss_async(self, hidden: torch.Tensor, labels: torch.Tensor, **options: Any) -> LossFuture:
         """Like ``loss``, at once; ``result()`` of the answer is the loss."""
-        want_grad = torch.is_grad_enabled() and hidden.requires_grad
-        if want_grad and self.trainable and not frozen:
-            raise RuntimeError(f"head {self.name} is trainable: use head.step(...).loss(...), torch.no_grad() to evaluate, "
-                               "or frozen=True for the gradient of hidden alone")
-        arguments = checked_arguments(self, hidden, labels, recipe, shift, reduction, grad_scale, teacher_hidden, tensors)
-        outputs = ("token_loss",) if reduction == "none" else ()
-        call = Call(arguments, outputs, want_grad, reduction, grad_scale, None if num_items is None else float(num_items))
-        return self._evaluate(call, arguments, outputs, want_grad, hidden)
+        call, outputs = evaluation_call(self, hidden, labels, **options)
+        distillation = call.arguments.recipe.distillation
+        if distillation is not None and distillation.paired_stream is not None:
+            raise ValueError("the recipe has a paired_stream, whose teacher has to know the stream: use "
+                             "head.evaluation(worker).loss(...), or teacher_hidden= without paired_stream")
+        return self._evaluate(call, outputs, hidden)
 
     def outputs(self, hidden: torch.Tensor, labels: torch.Tensor, names: Tuple[str, ...], *, recipe: Recipe = Recipe(),
                 shift: bool = False, token_temperature: Optional[torch.Tensor] = None) -> Dict[str, torch.Tensor]:
@@ -289,7 +302,7 @@ class RemoteHead:
             arguments = checked_arguments(self, hidden, labels, recipe, shift, "sum", 1.0, None,
                                           {"token_temperature": token_temperature})
             call = Call(arguments, tuple(names), False, "sum", 1.0, None)
-            return dict(self._evaluate(call, arguments, tuple(names), False, hidden).wait().results)
+            return dict(self._evaluate(call, tuple(names), hidden).wait().results)
 
     def topk(self, hidden: torch.Tensor, k: int, *, temperature: float = 1.0) -> Tuple[torch.Tensor, torch.Tensor]:
         """The k likeliest ids, [..., k], int32, and their log-probabilities, [..., k], float32.
@@ -302,28 +315,38 @@ class RemoteHead:
                                                                     device=hidden.device),
                                           Recipe(temperature=temperature), False, "sum", 1.0, None, {})
             call = Call(arguments, (), False, "sum", 1.0, None, top_k=k)
-            results = self._evaluate(call, arguments, (), False, hidden).wait().results
+            results = self._evaluate(call, (), hidden).wait().results
         return results["topk_ids"], results["topk_logprobs"]
 
     def logprobs(self, hidden: torch.Tensor, labels: torch.Tensor, *, entropy: bool = False, shift: bool = False,
                  temperature: float = 1.0,
-                 ignore_index: int = -100) -> Union[torch.Tensor, Tuple[torch.Tensor, torch.Tensor]]:
+                 ignore_index: int = IGNORE_INDEX) -> Union[torch.Tensor, Tuple[torch.Tensor, torch.Tensor]]:
         """Log-probabilities of the labels, [...], float32, 0 where ignored; with ``entropy`` also the entropies.
 
-        Without gradients: what reinforcement learning does with them are coefficients or ratios, for which
-        lmhead.PolicyCoefficients and lmhead.ClippedPolicy are the losses.
+        Without gradients: ``Step.logprobs`` and ``frozen_logprobs`` have them. Where lmhead.ClippedPolicy or
+        lmhead.PolicyCoefficients is the objective, that recipe computes the logits once less.
         """
         names = ("logprob", "entropy") if entropy else ("logprob",)
         found = self.outputs(hidden, labels, names, recipe=Recipe(ignore_index=ignore_index, temperature=temperature),
                              shift=shift)
         return (found["logprob"], found["entropy"]) if entropy else found["logprob"]
 
-    def _evaluate(self, call: Call, arguments: Arguments, outputs: Tuple[str, ...], want_grad: bool,
-                  hidden: torch.Tensor) -> LossFuture:
-        streams = Streams(self.open_writer(arguments, outputs, want_grad, 0, "", 0, call.top_k))
-        ticket = streams.thread.submit(call.submit, streams.writer)
-        return LossFuture(call, lambda: streams.writer, ticket, hidden, UpstreamLedger(once=False), lambda error: error,
-                          streams.close)
+    def frozen_logprobs(self, hidden: torch.Tensor, labels: torch.Tensor, *, shift: bool = False,
+                        temperature: float = 1.0, ignore_index: int = IGNORE_INDEX) -> Logprobs:
+        """Like ``Step.logprobs`` without a step: autograd goes into ``hidden``, and leaves the head alone."""
+        labels = shift_left(labels, ignore_index) if shift else labels
+        return differentiable_logprobs(
+            self, hidden, labels, temperature, ignore_index,
+            lambda recipe, coefficients: self._frozen_grad(hidden, labels, recipe, coefficients))
+
+    def _frozen_grad(self, hidden: torch.Tensor, labels: torch.Tensor, recipe: Recipe,
+                     coefficients: Dict[str, Optional[torch.Tensor]]) -> Optional[torch.Tensor]:
+        arguments = checked_arguments(self, hidden, labels, recipe, False, "sum", 1.0, None, coefficients)
+        return self._evaluate(Call(arguments, (), hidden.requires_grad, "sum", 1.0, None), (), hidden).wait().grad
+
+    def _evaluate(self, call: Call, outputs: Tuple[str, ...], hidden: torch.Tensor) -> LossFuture:
+        streams = Streams(self.open_writer(call.arguments, outputs, call.want_grad, 0, "", 0, call.top_k))
+        return evaluation_future(call, streams, hidden, streams.close)
 
     def open_writer(self, arguments: Arguments, outputs: Tuple[str, ...], want_grad: bool, step: int, worker: str,
                     incarnation: int, top_k: int = 0) -> _native.NativeWriter:

@@ -7,14 +7,17 @@ place of logits; the loss is then computed by the service.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
-from typing import Any, Dict, Iterable, Optional, Tuple
+from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple, Union
 
 import torch
 
 from lmhead.gradients import clip_grad_norm
 from lmhead.head import RemoteHead
+from lmhead.logprobs import Logprobs
+from lmhead.loss import shift_left
 from lmhead.recipe import IGNORE_INDEX, Recipe
 from lmhead.step import Commit, Step
 from lmhead.workers import SINGLE, Workers
@@ -40,7 +43,7 @@ class RemoteLmHead(torch.nn.Module):
         return hidden
 
 
-def _output_layer(model: torch.nn.Module) -> Tuple[torch.nn.Module, str, torch.nn.Module]:
+def _output_layer(model: Any) -> Tuple[torch.nn.Module, str, Any]:
     """The output layer with the module that owns it and its name there. ValueError when there is none to move."""
     getter = getattr(model, "get_output_embeddings", None)
     layer = getter() if callable(getter) else getattr(model, "lm_head", None)
@@ -56,12 +59,78 @@ def _output_layer(model: torch.nn.Module) -> Tuple[torch.nn.Module, str, torch.n
 
 def _logit_transform(config: Any) -> Dict[str, float]:
     """logit_scale and softcap as the configuration has them, under the names that models use."""
-    scale = float(getattr(config, "logit_scale", None) or 1.0)
+    if hasattr(config, "get_text_config"):  # Of a model that sees or hears, too.
+        config = config.get_text_config()
+    factors = [getattr(config, name, None) for name in ("logit_scale", "output_multiplier", "lm_head_multiplier")]
+    scale = next((float(factor) for factor in factors if factor), 1.0)
     divisor = getattr(config, "logits_scaling", None)
     if divisor:
         scale /= float(divisor)
     softcap = getattr(config, "final_logit_softcapping", None) or getattr(config, "final_logits_soft_cap", None)
     return {"logit_scale": scale, "softcap": float(softcap or 0.0)}
+
+
+def _check_logits(model: Any, layer: Any) -> None:
+    """ValueError when the model makes something else of the layer's output than the configuration says."""
+    outputs: List[torch.Tensor] = []
+    hook = layer.register_forward_hook(lambda _layer, _inputs, output: outputs.append(output))
+    try:
+        with torch.no_grad():
+            logits = model(input_ids=torch.zeros(1, 2, dtype=torch.int64, device=_device_of_inputs(model))).logits
+    finally:
+        hook.remove()
+    if not outputs:
+        raise ValueError(f"the forward() of {type(model).__name__} does not call its output layer: it cannot be patched")
+    transform = _logit_transform(getattr(model, "config", None))
+    want = outputs[-1].float() * transform["logit_scale"]
+    if transform["softcap"]:
+        want = transform["softcap"] * torch.tanh(want / transform["softcap"])
+    got = logits.float().to(want.device)
+    bound = 1e-4 if layer.weight.dtype == torch.float32 else 3e-2
+    if got.shape != want.shape or not torch.allclose(got, want, rtol=bound, atol=bound * float(want.abs().max())):
+        raise ValueError(f"{type(model).__name__} makes other logits of its output layer than the configuration says "
+                         f"({transform}): the service would compute another loss. Pass check_logits=False when it would not")
+
+
+def _input_embedding(model: Any) -> Any:
+    return model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+
+
+def _device_of_inputs(model: Any) -> torch.device:
+    parameter: torch.nn.Parameter = next((_input_embedding(model) or model).parameters())
+    return parameter.device
+
+
+@functools.lru_cache(maxsize=None)
+def _fused_output_type() -> Any:
+    """What a forward() with ``fused_lm_head=True`` gives, as TRL's trainers take it."""
+    from transformers.utils.generic import ModelOutput
+
+    @dataclasses.dataclass
+    class FusedOutput(ModelOutput):
+        """Per-token values, zero where the label is ignored."""
+
+        loss: Any = None
+        log_probs: Any = None
+        entropy: Any = None
+        is_top1: Any = None
+        label_mask: Any = None
+        aux_loss: Any = None
+        log_sum_sq_probs: Any = None  # What the service does not compute.
+        mean_logits: Any = None
+
+    return FusedOutput
+
+
+def _fused_temperature(forward: Any) -> Optional[float]:
+    """The temperature that a trainer's fused forward() around the model's divides by; None without such a one."""
+    function = getattr(forward, "__func__", forward)
+    while function is not None:
+        names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+        if "temperature" in names:
+            return float(function.__closure__[names.index("temperature")].cell_contents)
+        function = getattr(function, "__wrapped__", None)
+    return None
 
 
 def head_arguments(model: torch.nn.Module) -> Dict[str, Any]:
@@ -80,7 +149,7 @@ class PatchedModel:
     """
 
     def __init__(self, model: torch.nn.Module, head: RemoteHead, recipe: Recipe, workers: Workers, averaged_over: int):
-        self.model = model
+        self.model: Any = model
         self.head = head
         self.recipe = recipe
         self.workers = workers
@@ -88,9 +157,10 @@ class PatchedModel:
         self.step: Optional[Step] = None
         self.last_commit: Optional[Commit] = None
         self._owner, self._name, self._layer = _output_layer(model)
-        embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-        self._tied = embedding.weight if embedding is not None and embedding.weight is self._layer.weight else None
-        self._detachers: list = []
+        embedding = _input_embedding(self.model)
+        tied = embedding is not None and embedding.weight is self._layer.weight
+        self._tied: Optional[torch.nn.Parameter] = embedding.weight if tied else None
+        self._detachers: List[Callable[[], None]] = []
         self._next_step = head.next_step()
         self._check()
 
@@ -104,8 +174,14 @@ class PatchedModel:
         if wrong:
             raise ValueError(f"head {self.head.name} does not fit {type(self.model).__name__}: {'; '.join(wrong)}")
 
-    def install(self, load_weights: bool) -> None:
+    def install(self, load_weights: bool, check_logits: bool) -> None:
         """Moves the weights into the service, where wanted, and puts the stand-in into the model."""
+        temperature = _fused_temperature(self.model.forward)
+        if temperature is not None and abs(temperature - self.recipe.temperature) > 1e-6:
+            raise ValueError(f"the trainer divides logits by a temperature of {temperature}, the recipe by "
+                             f"{self.recipe.temperature}: pass recipe=lmhead.Recipe(temperature={temperature})")
+        if check_logits:
+            _check_logits(self.model, self._layer)
         if load_weights:
             self.head.load_weight(self._layer.weight)
             if getattr(self._layer, "bias", None) is not None:
@@ -121,47 +197,80 @@ class PatchedModel:
         self._getter = self.model.__dict__.get("get_output_embeddings")
         self.model.get_output_embeddings = lambda: None  # Nothing to tie to the embedding any more.
 
-    def _wrapped_forward(self):
+    def _wrapped_forward(self) -> Callable[..., Any]:
         original = self._forward
         signature = inspect.signature(original)
+        rest = next((name for name, parameter in signature.parameters.items()
+                     if parameter.kind is inspect.Parameter.VAR_KEYWORD), None)
 
         @functools.wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            bound = signature.bind(*args, **kwargs)
-            arguments = dict(bound.arguments)
-            extra = arguments.pop("kwargs", {})
-            labels = arguments.pop("labels", None)
-            num_items = extra.pop("num_items_in_batch", arguments.pop("num_items_in_batch", None))
+            fused, shift_labels = kwargs.pop("fused_lm_head", False), kwargs.pop("shift_labels", None)
+            arguments = dict(signature.bind(*args, **kwargs).arguments)
+            arguments.update(arguments.pop(rest, {}) if rest else {})
+            labels, num_items = arguments.pop("labels", None), arguments.pop("num_items_in_batch", None)
             as_tuple = arguments.get("return_dict") is False
-            if "return_dict" in signature.parameters or "kwargs" in signature.parameters:
+            if rest or "return_dict" in signature.parameters:
                 arguments["return_dict"] = True
-            output = original(**arguments, **extra)
+            output = original(**arguments)
             hidden = self._stand_in.take()
-            if labels is None:
+            if labels is None and shift_labels is None:
                 raise RuntimeError("lmhead: the model's head is remote, so that there are no logits: pass labels, or call "
                                    "restore() before generating or saving")
-            output["loss"] = self.loss(hidden, labels, num_items)
+            if fused:
+                return self._fused(hidden, labels, shift_labels, num_items, getattr(output, "aux_loss", None))
+            output["loss"] = self.loss(hidden, labels if shift_labels is None else shift_labels, num_items,
+                                       shift=shift_labels is None)
             output["logits"] = None
             output = type(output)(**{key: value for key, value in output.items() if value is not None})
             return output.to_tuple() if as_tuple else output
 
         return forward
 
-    def loss(self, hidden: torch.Tensor, labels: torch.Tensor, num_items: Any = None) -> torch.Tensor:
+    def loss(self, hidden: torch.Tensor, labels: torch.Tensor, num_items: Any = None, *,
+             shift: bool = True) -> torch.Tensor:
         """The causal loss: the mean over this call's tokens, or its sum over ``num_items``."""
         if tuple(labels.shape) != tuple(hidden.shape[:-1]):
             raise ValueError(f"labels has shape {tuple(labels.shape)} and the head was given hidden states of shape "
                              f"{tuple(hidden.shape)}: all positions are wanted")
-        options: Dict[str, Any] = {"recipe": self.recipe, "shift": True, "reduction": "mean",
+        options: Dict[str, Any] = {"recipe": self.recipe, "shift": shift, "reduction": "mean",
                                    "num_items": None if num_items is None else float(num_items)}
         if not torch.is_grad_enabled() or not self.model.training:
             with torch.no_grad():
                 return self.head.loss(hidden, labels, **options)
+        return self._open().loss(hidden, labels, **options)
+
+    def _open(self) -> Union[Step, RemoteHead]:
+        """The step that losses of training feed, opened by the first of them; of a frozen head the head."""
         if self.step is None and self.head.trainable:
             step = self.head.step(self._next_step, self.workers)
             step.__enter__()
             self.step = step
-        return (self.step or self.head).loss(hidden, labels, **options)
+        return self.step or self.head
+
+    def logprobs(self, hidden: torch.Tensor, labels: torch.Tensor, *, shift: bool = True) -> Logprobs:
+        """Per-token values for an objective in PyTorch, as ``Step.logprobs``; without gradients in evaluation."""
+        options: Dict[str, Any] = {"shift": shift, "temperature": self.recipe.temperature,
+                                   "ignore_index": self.recipe.ignore_index}
+        if not torch.is_grad_enabled() or not self.model.training:
+            with torch.no_grad():
+                return self.head.frozen_logprobs(hidden, labels, **options)
+        source = self._open()
+        call = source.logprobs if isinstance(source, Step) else source.frozen_logprobs
+        return call(hidden, labels, **options)
+
+    def _fused(self, hidden: torch.Tensor, labels: Any, shift_labels: Optional[torch.Tensor], num_items: Any,
+               aux_loss: Any) -> Any:
+        """What TRL's trainers ask of a model with ``fused_lm_head=True``; they shift by leaving the last position out."""
+        targets = shift_left(labels, self.recipe.ignore_index) if shift_labels is None else shift_labels
+        values = self.logprobs(hidden, targets, shift=False)
+        mask = (targets != self.recipe.ignore_index).to(hidden.device)
+        found = {"log_probs": values.logprob, "entropy": values.entropy, "label_mask": mask,
+                 "is_top1": (values.argmax == targets.to(hidden.device)) & mask}
+        if shift_labels is None:
+            found = {name: tensor[..., :-1] for name, tensor in found.items()}
+        count = mask.sum().clamp(min=1) if num_items is None else num_items
+        return _fused_output_type()(loss=-values.logprob.sum() / count, aux_loss=aux_loss, **found)
 
     # --- Steps --------------------------------------------------------------------------------------------------------
 
@@ -245,10 +354,10 @@ class PatchedModel:
         class LmheadCallback(TrainerCallback):
             """Ties the head's steps to the Trainer's."""
 
-            def on_train_begin(self, args, state, control, optimizer=None, **_):
+            def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
                 patched.attach(optimizer, max_grad_norm)
 
-            def on_train_end(self, args, state, control, **_):
+            def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
                 patched.detach()
 
         return LmheadCallback()
@@ -259,7 +368,7 @@ class PatchedModel:
         while self._detachers:
             self._detachers.pop()()
 
-    def restore(self) -> torch.nn.Module:
+    def restore(self) -> Any:
         """Takes the trained head back into the model, for generating, saving or local training; gives the model."""
         self.detach()
         layer = torch.nn.Linear(self._shape[1], self._shape[0], bias=self._has_bias, dtype=self._dtype,
@@ -280,12 +389,16 @@ class PatchedModel:
 
 
 def patch(model: torch.nn.Module, head: RemoteHead, *, recipe: Recipe = Recipe(ignore_index=IGNORE_INDEX),
-          load_weights: bool = True, workers: Workers = SINGLE, averaged_over: int = 1) -> PatchedModel:
+          load_weights: bool = True, workers: Workers = SINGLE, averaged_over: int = 1,
+          check_logits: bool = True) -> PatchedModel:
     """Moves a causal language model's head into the service. The model's ``loss`` is then computed there.
 
     Make the trunk's optimizer afterwards: the head's parameter is gone from the model. A tied embedding stays, since the
     trunk needs it: its gradient joins the head's in the service, whose optimizer updates both, and its new rows are read
-    back after each commit (vocab_size x hidden_size bytes a step).
+    back after each commit (vocab_size x hidden_size elements a step).
+
+    Of a trainer that wraps the model's forward() itself, as TRL's do, make the trainer first, then patch its model, then
+    add the callback. Such trainers ask for per-token log-probabilities, which ``Step.logprobs`` gives.
 
     Args:
         model: with the Hugging Face causal language models' structure (forward(labels=...), get_output_embeddings()).
@@ -293,10 +406,12 @@ def patch(model: torch.nn.Module, head: RemoteHead, *, recipe: Recipe = Recipe(i
         recipe: of the loss; label smoothing of a Trainer goes here.
         load_weights: send the model's head to the service; False when the service has it, such as after a restart.
         workers, averaged_over: for several ranks: see distributed_workers and clip_grad_norm.
+        check_logits: run the model on two tokens, to see that its logits are what the configuration says.
 
     Raises:
-        ValueError: the model has no such structure, or the head differs in size, bias, logit scale or softcap.
+        ValueError: the model has no such structure, or the head differs in size, bias, logit scale or softcap, or the
+            model in what it makes of its output layer, or the trainer in its temperature.
     """
     patched = PatchedModel(model, head, recipe, workers, averaged_over)
-    patched.install(load_weights)
+    patched.install(load_weights, check_logits)
     return patched

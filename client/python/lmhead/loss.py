@@ -122,6 +122,7 @@ class Call:
         self._download = _staging.Download(arguments.inputs)
         self._host: Dict[str, torch.Tensor] = {}  # Lent to the library until its wait returns.
         self._outputs = outputs
+        self.used = False  # Its backward pass has run.
         self.grad: Optional[torch.Tensor] = None
         self.results: Dict[str, torch.Tensor] = {}
 
@@ -181,27 +182,32 @@ class Call:
         self._host = {}
         self.arguments.release()
 
+    def counted(self) -> _native.LossResult:
+        """Sums and counts. REQUIRES: finish() has returned."""
+        assert self.sums is not None
+        return self.sums
+
     def value(self) -> torch.Tensor:
         """The reduced loss, without a graph."""
         if self.reduction == "none":
             loss = self.results["token_loss"]
             if "token_weights" in self.arguments.inputs:
-                loss = loss * self.arguments.inputs["token_weights"].reshape(loss.shape)
+                loss = loss * self.arguments.inputs["token_weights"].to(loss.device).reshape(loss.shape)
             return loss * self.scale if self.scale != 1.0 else loss
-        return torch.full((), self.sums.loss_sum * self.scale, dtype=torch.float32, device=self.arguments.device)
+        return torch.full((), self.counted().loss_sum * self.scale, dtype=torch.float32, device=self.arguments.device)
 
 
 class RemoteLossFunction(torch.autograd.Function):
     """Hands out a finished call's loss; backward is its hidden states' gradient times the upstream factor."""
 
     @staticmethod
-    def forward(ctx, hidden: torch.Tensor, anchor: torch.Tensor, call: Call, ledger: "UpstreamLedger") -> torch.Tensor:
+    def forward(ctx: Any, hidden: torch.Tensor, anchor: torch.Tensor, call: Call, ledger: "UpstreamLedger") -> torch.Tensor:
         ctx.call = call
         ctx.ledger = ledger
         return call.value()
 
     @staticmethod
-    def backward(ctx, upstream: torch.Tensor):
+    def backward(ctx: Any, upstream: torch.Tensor) -> Tuple[Optional[torch.Tensor], None, None, None]:
         if torch.is_grad_enabled():
             raise RuntimeError("lmhead: the loss cannot be differentiated twice: the service computes first derivatives "
                                "only. Call backward() or grad() without create_graph=True")
@@ -235,7 +241,7 @@ class UpstreamLedger:
     def record(self, call: Call, upstream: torch.Tensor) -> None:
         if not self.once:
             return
-        if getattr(call, "used", False):
+        if call.used:
             raise RuntimeError("lmhead: backward() ran through this loss before; its gradient is in the head once, so "
                                "that a second pass would count in the trunk only")
         call.used = True
@@ -249,6 +255,10 @@ class UpstreamLedger:
             self._factors += [low, high]
         else:
             self._factors.append(upstream[0])
+
+    def record_exact(self, device: torch.device) -> None:
+        """A gradient that has all of its factors already: the others' must be 1."""
+        self._factors.append(torch.ones((), device=device))
 
     def factor(self) -> float:
         """The one upstream factor; 1 when no loss was backpropagated. ValueError when there are several."""
@@ -268,7 +278,7 @@ class UpstreamLedger:
                 f"the losses of this step were multiplied by factors from {low:g} to {high:g} after the call. The head's "
                 "gradient is summed before backward(), so that only one common factor can still be applied to it: pass "
                 "different ones as grad_scale= (a call) or token_weights= (a token)")
-        return high
+        return float(high)
 
 
 class LossFuture:
@@ -278,7 +288,7 @@ class LossFuture:
     the sending (the computation may still go on).
     """
 
-    def __init__(self, call: Call, writer: Callable[[], _native.NativeWriter], ticket: concurrent.futures.Future,
+    def __init__(self, call: Call, writer: Callable[[], _native.NativeWriter], ticket: "concurrent.futures.Future[int]",
                  hidden: torch.Tensor, ledger: UpstreamLedger, explain: Callable[[BaseException], BaseException],
                  close: Callable[[], None]):
         self._call, self._writer, self._ticket = call, writer, ticket
@@ -322,5 +332,5 @@ class LossFuture:
     @property
     def sums(self) -> Dict[str, float]:
         """Sums and counts of the call (lmhead.v1.LossSums) and its timings; waits."""
-        result = self.wait().sums
-        return {name: getattr(result, name) for name, _ in result._fields_ if name != "struct_size"}
+        result = self.wait().counted()
+        return {field[0]: getattr(result, field[0]) for field in result._fields_ if field[0] != "struct_size"}

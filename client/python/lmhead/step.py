@@ -6,16 +6,21 @@ import concurrent.futures
 import dataclasses
 import math
 import time
-from typing import TYPE_CHECKING, Any, Dict, List, Optional, Tuple
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional, Set, Tuple, Type, TypeVar
 
 import torch
 
 from lmhead import _native
 from lmhead.errors import (Aborted, Cancelled, DeadlineExceeded, Error, FailedPrecondition, HeadPoisoned, InvalidArgument,
                            NotFound, StepLost, Unavailable)
-from lmhead.loss import (REDUCTIONS, TOKEN_INPUTS, TOPK_INPUTS, Arguments, Call, LossFuture, UpstreamLedger, gather)
-from lmhead.recipe import Recipe
+from lmhead.logprobs import Logprobs, differentiable_logprobs
+from lmhead.loss import (REDUCTIONS, TOKEN_INPUTS, TOPK_INPUTS, Arguments, Call, LossFuture, UpstreamLedger, gather,
+                         shift_left)
+from lmhead.recipe import IGNORE_INDEX, Recipe
 from lmhead.workers import Workers
+
+T = TypeVar("T")
 
 if TYPE_CHECKING:
     from lmhead.head import RemoteHead
@@ -104,7 +109,7 @@ class Step:
         self._num_recipes = num_recipes
         self._streams: Dict[Any, Streams] = {}
         self._ledger = UpstreamLedger(once=head.trainable)
-        self._reductions: set = set()
+        self._reductions: Set[str] = set()
         self._futures: List[LossFuture] = []
         self._upstream = 1.0
         self._num_gradient_pieces = 0
@@ -125,7 +130,8 @@ class Step:
         self._state = "open"
         return self
 
-    def __exit__(self, kind, error, _traceback) -> None:
+    def __exit__(self, kind: Optional[Type[BaseException]], error: Optional[BaseException],
+                 _traceback: Optional[TracebackType]) -> None:
         if self._state in ("committed", "aborted"):
             return
         if error is not None and self.workers.grouped and not self._agreed_failure and self._state != "new":
@@ -136,7 +142,7 @@ class Step:
 
     def _tell_group(self, error: BaseException) -> None:
         """The other ranks wait in their next agreement: fail it for them."""
-        def fail():
+        def fail() -> None:
             raise error if isinstance(error, Exception) else RuntimeError(str(error))
         try:
             self.workers.agree(fail)
@@ -234,6 +240,53 @@ class Step:
         self._futures = [other for other in self._futures if not other.waited] + [future]
         return future
 
+    def logprobs(self, hidden: torch.Tensor, labels: torch.Tensor, *, shift: bool = False, temperature: float = 1.0,
+                 ignore_index: int = IGNORE_INDEX) -> Logprobs:
+        """Log-probabilities of the labels, and entropies, for an objective that is written in PyTorch.
+
+        Autograd goes through them into ``hidden`` and into the head, whatever the objective makes of them: factors may
+        differ between tokens and calls, and a backward pass may run several times, or not at all. For that it computes
+        the logits a second time; where one of the losses that a Recipe has is meant, ``loss`` does without.
+
+        The report's ``grad_multiplier`` is 1 / workers after these: the objective is the mean, or the sum, that it is.
+
+        Args:
+            hidden: [..., hidden_size]; must not change before the backward pass.
+            labels: [...], integers.
+            shift: position t predicts label t + 1, as for ``loss``.
+            temperature: logits / temperature.
+            ignore_index: label whose log-probability and entropy are 0.
+
+        Returns:
+            logprob, entropy and argmax, [...] each.
+
+        Raises:
+            ValueError: a tensor does not fit; nothing was sent.
+            RuntimeError: in the backward pass: the step is over, or create_graph=True.
+            StepLost: repeat the step. Also raised by the backward pass.
+            Error: any other refusal of the service, such as of a NaN in the objective's gradient.
+        """
+        self._require("open", "log-probabilities")
+        labels = shift_left(labels, ignore_index) if shift else labels
+        return differentiable_logprobs(
+            self.head, hidden, labels, temperature, ignore_index,
+            lambda recipe, coefficients: self._backward(hidden, labels, recipe, coefficients))
+
+    def _backward(self, hidden: torch.Tensor, labels: torch.Tensor, recipe: Recipe,
+                  coefficients: Dict[str, Optional[torch.Tensor]]) -> Optional[torch.Tensor]:
+        self._require("open", "a backward pass through log-probabilities")
+        arguments = checked_arguments(self.head, hidden, labels, recipe, False, "sum", 1.0, None, coefficients)
+        call = Call(arguments, (), hidden.requires_grad, "sum", 1.0, None)
+        try:
+            streams = self._streams_for(arguments, (), hidden.requires_grad)
+            call.finish(streams.writer, streams.thread.submit(call.submit, streams.writer).result())
+        except Error as error:
+            raise self._explain(error) from error
+        self._reductions.add("mean")
+        if self.head.trainable:
+            self._ledger.record_exact(hidden.device)
+        return call.grad
+
     def _streams_for(self, arguments: Arguments, outputs: Tuple[str, ...], want_grad: bool) -> Streams:
         message = arguments.recipe_message()
         distillation = message.get("distillation", {})
@@ -320,8 +373,9 @@ class Step:
             wait_seconds=wait_seconds))
         sums = {name: _number(value) for name, value in answer["sums"].items()}
         if len(self._reductions) > 1:
-            raise self._local_failure(ValueError("the step mixes losses reduced by mean with others: their gradients have "
-                                                 "no common factor; use one reduction, or num_items="))
+            raise self._local_failure(ValueError("the step mixes losses reduced by mean, or log-probabilities, with "
+                                                 "others: their gradients have no common factor; use one reduction, or "
+                                                 "num_items="))
         num_valid = sums["num_valid_tokens"]
         by_mean = "mean" in self._reductions
         self.report = Report(
@@ -349,6 +403,7 @@ class Step:
         if self._state == "open" or self._state == "finished":
             self.prepare()
         self._require("prepared", "commit")
+        assert self.report is not None  # Of _prepare().
         multiplier = self.report.grad_multiplier if grad_multiplier is None else grad_multiplier
         answer, everyone = self._agree(lambda: self._commit(learning_rate, multiplier, allow_nonfinite_rows)
                                        if self.workers.leader or not self.workers.grouped else None)
@@ -372,8 +427,8 @@ class Step:
 
     # --- Errors -------------------------------------------------------------------------------------------------------
 
-    def _agree(self, action):
-        def explained():
+    def _agree(self, action: Callable[[], T]) -> Tuple[T, List[T]]:
+        def explained() -> T:
             try:
                 return action()
             except Error as error:

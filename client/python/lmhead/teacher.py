@@ -8,7 +8,8 @@
 from __future__ import annotations
 
 import concurrent.futures
-from typing import TYPE_CHECKING, List
+from types import TracebackType
+from typing import TYPE_CHECKING, List, Optional, Tuple, Type
 
 import torch
 
@@ -28,9 +29,9 @@ class TeacherStream:
     up to the server's --pair_timeout_seconds. Not thread-safe.
     """
 
-    def __init__(self, head: "RemoteHead", step: int, recipe: Recipe, hidden_dtype: torch.dtype, worker: str,
-                 token_weights: bool, token_temperature: bool, incarnation: int):
-        self._dtype = recipe.distillation.paired_stream
+    def __init__(self, head: "RemoteHead", step: int, recipe: Recipe, dtype: torch.dtype, hidden_dtype: torch.dtype,
+                 worker: str, token_weights: bool, token_temperature: bool, incarnation: int):
+        self._dtype = dtype
         self._hidden_dtype = hidden_dtype
         message = {
             "head": head.name, "step": str(step), "worker": worker, "incarnation": str(incarnation), "teacher_side": True,
@@ -38,7 +39,7 @@ class TeacherStream:
             "recipe": recipe.message(token_weights, token_temperature, _staging.DTYPE_NAMES[self._dtype], 0)}
         self._streams = Streams(head.writer_of(message))
         self._waiter = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="lmhead-teacher")
-        self._sent: List[concurrent.futures.Future] = []
+        self._sent: List["concurrent.futures.Future[None]"] = []
 
     def send(self, hidden: torch.Tensor) -> None:
         """Sends the teacher's hidden states of one loss call of the student's, in the order of its calls.
@@ -66,7 +67,7 @@ class TeacherStream:
         ticket = self._streams.thread.submit(self._submit, download)
         self._sent.append(self._waiter.submit(self._wait, ticket))
 
-    def _submit(self, download: _staging.Download):
+    def _submit(self, download: _staging.Download) -> Tuple[int, torch.Tensor]:
         """On the thread that submits: the ticket, and the rows lent until it is waited for."""
         rows = download.wait()["hidden"]
         return self._streams.writer.submit(_native.LossRows(
@@ -74,7 +75,7 @@ class TeacherStream:
             teacher_hidden_states=rows.data_ptr(), teacher_hidden_size=rows.shape[1],
             teacher_hidden_dtype=_staging.DTYPES[rows.dtype])), rows
 
-    def _wait(self, ticket: concurrent.futures.Future) -> None:
+    def _wait(self, ticket: "concurrent.futures.Future[Tuple[int, torch.Tensor]]") -> None:
         """On a thread of its own: lets go of the rows as soon as the service has no more use for them."""
         number, _rows = ticket.result()
         self._streams.writer.wait(number)
@@ -82,7 +83,8 @@ class TeacherStream:
     def __enter__(self) -> "TeacherStream":
         return self
 
-    def __exit__(self, kind, _error, _traceback) -> None:
+    def __exit__(self, kind: Optional[Type[BaseException]], _error: Optional[BaseException],
+                 _traceback: Optional[TracebackType]) -> None:
         try:
             if kind is None:
                 for sent in self._sent:
