@@ -3,6 +3,8 @@
 import torch
 import transformers
 
+transformers.utils.logging.disable_progress_bar()
+
 VOCAB_SIZE = 61
 HIDDEN_SIZE = 16
 
@@ -18,7 +20,7 @@ def gpt2():
     torch.manual_seed(3)
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(
         vocab_size=VOCAB_SIZE, n_embd=HIDDEN_SIZE, n_layer=2, n_head=2, n_positions=64, resid_pdrop=0.0, embd_pdrop=0.0,
-        attn_pdrop=0.0))
+        attn_pdrop=0.0, bos_token_id=0, eos_token_id=0))
 
 
 class Texts(torch.utils.data.Dataset):

@@ -111,6 +111,63 @@ class HuggingFaceTest(ServiceTest):
         with self.assertRaisesRegex(ValueError, "has no output layer"):
             lmhead.head_arguments(torch.nn.Linear(3, 3))
 
+    def test_a_model_whose_logits_are_not_what_its_configuration_says_is_refused(self):
+        model = llama()
+        model.config.logits_scaling = 4.0  # Llama does not read it.
+        with self.assertRaisesRegex(ValueError, "makes other logits"):
+            lmhead.patch(model, self.new_head(model))
+        lmhead.patch(model, self.new_head(model), check_logits=False)
+
+        class Aside(torch.nn.Module):
+            """Has an output layer, and does not use it."""
+
+            def __init__(self):
+                super().__init__()
+                self.lm_head = torch.nn.Linear(8, 5, bias=False)
+
+            def forward(self, input_ids, labels=None):
+                return transformers.modeling_outputs.CausalLMOutput(logits=torch.zeros(1, 2, 5))
+
+        with self.assertRaisesRegex(ValueError, "does not call its output layer"):
+            lmhead.patch(Aside(), self.new_head(Aside()))
+
+    def test_log_probabilities_for_a_trainer_that_asks_for_them(self):
+        """What TRL's trainers ask for and do with it, without TRL: here with labels that are shifted already."""
+        ids = batch(0)["input_ids"]
+        labels = torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], -100)], 1)
+        labels[:, :3] = -100
+        valid = labels != -100
+        factors = torch.rand(labels.shape)
+        runs = []
+        for remote in (False, True):
+            model = llama().train()
+            if remote:
+                head = self.new_head(model)
+                patched = lmhead.patch(model, head)
+                found = model(input_ids=ids, shift_labels=labels, fused_lm_head=True)
+                logprob, entropy, top = found.log_probs, found.entropy, found.is_top1
+                self.assertNear(found.loss, -logprob.sum() / valid.sum(), 1e-6)
+                self.assertTrue(torch.equal(found.label_mask, valid))
+            else:
+                logprobs = model(input_ids=ids).logits.log_softmax(-1)
+                logprob = logprobs.gather(-1, labels.clamp(min=0)[..., None])[..., 0] * valid
+                entropy = -(logprobs.exp() * logprobs).sum(-1) * valid
+                top = (logprobs.argmax(-1) == labels) & valid
+            (logprob * factors + entropy).sum().backward()
+            runs.append((logprob, entropy, top.float(), *[parameter.grad for parameter in model.model.parameters()]))
+            if remote:
+                patched.commit(0.3)
+            else:
+                with torch.no_grad():
+                    want_weight = model.lm_head.weight - 0.3 * model.lm_head.weight.grad
+        for want, got in zip(*runs):
+            self.assertNear(got, want, 1e-4)
+        self.assertNear(head.read_weight(), want_weight, 1e-5)
+        with torch.no_grad():
+            evaluated = model(input_ids=ids, labels=ids, fused_lm_head=True)
+            self.assertEqual(tuple(evaluated.log_probs.shape), (4, 9))
+            self.assertNear(evaluated.loss, model(input_ids=ids, labels=ids).loss, 1e-5)
+
     def test_tied_embeddings(self):
         want_model = gpt2()
         want = self.train(want_model, None)

@@ -1,6 +1,7 @@
 """Distillation, policy losses and top-k against torch on full logits."""
 
 import unittest
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -140,6 +141,106 @@ class PolicyTest(ServiceTest):
         report = self.check(lmhead.Recipe(policy=policy), hidden, labels, wanted, weight, local, old_logprob=old,
                             advantage=advantage, reference_logprob=reference)
         self.assertGreater(report.sums["num_clipped"], 0)
+
+
+class LogprobTest(ServiceTest):
+    """Objectives that are written in PyTorch, whose factors differ between tokens and calls."""
+
+    TEMPERATURE = 0.7
+
+    def setUp(self):
+        super().setUp()
+        self.head = self.create(optimizer=lmhead.SGD())
+
+    def objective(self, logprob, entropy):
+        """Nothing that one common factor could make of a sum over tokens."""
+        return (logprob.exp() * torch.arange(logprob.numel()).reshape(logprob.shape)).sum() - 0.1 * (entropy ** 2).mean()
+
+    def dense(self, hidden, weight, labels):
+        logprobs = (hidden @ weight.T / self.TEMPERATURE).log_softmax(-1)
+        valid = labels != -100
+        chosen = logprobs.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+        return chosen * valid, -(logprobs.exp() * logprobs).sum(-1) * valid
+
+    def test_any_objective_of_them_reaches_trunk_and_head(self):
+        batches = [self.data(2, 6) for _ in range(2)]
+        weight = self.head.read_weight().requires_grad_()
+        wanted = []
+        for factor, (hidden, labels) in enumerate(batches, 1):
+            local = hidden.detach().clone().requires_grad_()
+            logprob, entropy = self.dense(local[:, :-1], weight, labels[:, 1:])
+            (factor * self.objective(logprob, entropy)).backward()
+            wanted.append((local.grad, logprob.detach(), entropy.detach()))
+        with self.head.step(1) as step:
+            for factor, (hidden, labels) in enumerate(batches, 1):
+                found = step.logprobs(hidden, labels, shift=True, temperature=self.TEMPERATURE)
+                want_grad, want_logprob, want_entropy = wanted[factor - 1]
+                self.assertNear(found.logprob[:, :-1], want_logprob, 1e-6)
+                self.assertNear(found.entropy[:, :-1], want_entropy, 1e-5)
+                self.assertEqual(float(found.logprob[:, -1].abs().max() + found.entropy[:, -1].abs().max()), 0.0)
+                (factor * self.objective(found.logprob[:, :-1], found.entropy[:, :-1])).backward()
+                self.assertNear(hidden.grad, want_grad, GRAD_BOUND)
+            report = step.prepare()
+            self.assertNear(self.head.read_grad_weight(), weight.grad, GRAD_BOUND)
+            self.assertAlmostEqual(report.grad_norm, float(weight.grad.norm()), delta=1e-4 * report.grad_norm)
+            step.commit(0.5)  # The report's multiplier: the objective is as it was written.
+        self.assertNear(self.head.read_weight(), weight - 0.5 * weight.grad, 1e-6)
+
+    def test_backward_passes_add_up_and_may_be_left_out(self):
+        hidden, labels = self.data(5)
+        with self.head.step(1) as step:
+            step.logprobs(hidden, labels)
+            logprob = step.logprobs(hidden, labels).logprob
+            logprob.sum().backward(retain_graph=True)
+            once, first = hidden.grad.clone(), self.head.read_grad_weight()
+            logprob.sum().backward()
+            self.assertNear(hidden.grad, 2 * once, 1e-6)
+            self.assertNear(self.head.read_grad_weight(), 2 * first, 1e-6)
+            with torch.no_grad():
+                self.assertFalse(step.logprobs(hidden, labels).logprob.requires_grad)
+            step.abort()
+        with self.assertRaisesRegex(RuntimeError, "is aborted"):
+            logprob.sum().backward()
+
+    def test_a_head_alone_learns_from_hidden_states_without_gradients(self):
+        hidden, labels = self.data(5)
+        hidden = hidden.detach()
+        weight = self.head.read_weight().requires_grad_()
+        self.dense(hidden, weight, labels)[0].sum().backward()
+        with self.head.step(1) as step:
+            step.logprobs(hidden, labels, temperature=self.TEMPERATURE).logprob.sum().backward()
+            self.assertNear(self.head.read_grad_weight(), weight.grad, GRAD_BOUND)
+            step.abort()
+
+    def test_frozen_ones_leave_the_head_alone(self):
+        hidden, labels = self.data(5)
+        local = hidden.detach().clone().requires_grad_()
+        self.objective(*self.dense(local, self.head.read_weight(), labels)).backward()
+        found = self.head.frozen_logprobs(hidden, labels, temperature=self.TEMPERATURE)
+        self.objective(found.logprob, found.entropy).backward()
+        self.assertNear(hidden.grad, local.grad, GRAD_BOUND)
+        self.assertEqual(self.head.info().open_step, 0)
+
+    def test_gradcheck(self):
+        head = self.create(vocab_size=11, hidden_size=5)
+        labels = torch.tensor([3, -100, 7])
+        hidden = torch.randn(3, 5, requires_grad=True)
+        with mock.patch("warnings.warn"):  # It would rather have double precision than float32.
+            self.assertTrue(torch.autograd.gradcheck(lambda h: head.frozen_logprobs(h, labels)[:2], (hidden,), eps=1e-2,
+                                                     atol=1e-3, rtol=1e-2))
+
+    def test_what_has_no_common_factor_is_refused(self):
+        hidden, labels = self.data(5)
+        with self.assertRaisesRegex(RuntimeError, "cannot be differentiated twice"):
+            torch.autograd.grad(self.head.frozen_logprobs(hidden, labels).logprob.sum(), hidden, create_graph=True)
+        with self.assertRaisesRegex(ValueError, "factors from 0.25 to 1"):
+            with self.head.step(1, num_recipes=2) as step:
+                (step.loss(hidden, labels, reduction="mean") / 4).backward()
+                step.logprobs(hidden, labels).logprob.mean().backward()
+                step.prepare()
+        with self.assertRaisesRegex(lmhead.InvalidArgument, "logprob_grad"):
+            with self.head.step(1) as step:
+                (step.logprobs(hidden, labels).logprob.sum() * float("nan")).backward()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,111 @@
+"""TRL's trainers with the head in the service: the losses and metrics of an unpatched model.
+
+Optional: runs where TRL is installed (docs/PYTHON.md says which versions were tried).
+"""
+
+import importlib.util
+import tempfile
+import unittest
+
+import torch
+import transformers
+
+import lmhead
+from base import ServiceTest
+from models import VOCAB_SIZE, gpt2, llama
+
+HAS_TRL = importlib.util.find_spec("trl") is not None
+NUM_STEPS = 6
+
+
+def tokenizer():
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    words = {**{f"w{i}": i for i in range(VOCAB_SIZE - 2)}, "<eos>": VOCAB_SIZE - 2, "<pad>": VOCAB_SIZE - 1}
+    plain = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    plain.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="<eos>", pad_token="<pad>")
+
+
+def texts():
+    """Counting by threes, in texts of several lengths."""
+    import datasets
+    datasets.disable_progress_bars()
+    return datasets.Dataset.from_dict({
+        "text": [" ".join(f"w{(start + 3 * i) % (VOCAB_SIZE - 2)}" for i in range(6 + start % 5)) for start in range(48)]})
+
+
+@unittest.skipUnless(HAS_TRL, "TRL is not installed")
+class TrlTest(ServiceTest):
+    def patched(self, model, **options):
+        head = self.create(**lmhead.head_arguments(model), optimizer=lmhead.AdamW(), init_std=None)
+        return lmhead.patch(model, head, **options)
+
+    def fine_tune(self, model, remote, **options):
+        """The losses and metrics that the trainer logs, and its evaluation at the end."""
+        from trl import SFTConfig, SFTTrainer
+        with tempfile.TemporaryDirectory() as folder:
+            arguments = SFTConfig(
+                folder, per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=NUM_STEPS, seed=5,
+                learning_rate=3e-3, max_grad_norm=0.0 if remote else 1.0, logging_steps=1, report_to=[], use_cpu=True,
+                disable_tqdm=True, save_strategy="no", weight_decay=0.0, bf16=False, **options)
+            trainer = SFTTrainer(model, arguments, train_dataset=texts(), eval_dataset=texts(),
+                                 processing_class=tokenizer())
+            trainer.remove_callback(transformers.trainer_callback.PrinterCallback)
+            if remote:
+                trainer.add_callback(self.patched(model).trainer_callback(max_grad_norm=1.0))
+            trainer.train()
+            logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+            return logged, trainer.evaluate()
+
+    def check(self, make, **options):
+        want, want_eval = self.fine_tune(make(), False, **options)
+        got, got_eval = self.fine_tune(make(), True, **options)
+        self.assertEqual(len(got), NUM_STEPS)
+        self.assertNotEqual(got[-1]["loss"], got[0]["loss"])
+        for name in ("loss", "entropy", "mean_token_accuracy", "num_tokens"):
+            for a, b in zip(got, want):  # The log has few decimals.
+                self.assertEqual(name in a, name in b)
+                self.assertAlmostEqual(float(a.get(name, 0)), float(b.get(name, 0)), delta=3e-4, msg=name)
+        for name in ("eval_loss", "eval_entropy", "eval_mean_token_accuracy"):
+            self.assertAlmostEqual(got_eval.get(name, 0), want_eval.get(name, 0), delta=3e-4, msg=name)
+
+    def test_supervised_fine_tuning(self):
+        self.check(llama)
+
+    def test_a_tied_embedding(self):
+        self.check(gpt2)
+
+    def test_a_loss_whose_factors_differ_between_tokens(self):
+        self.check(llama, loss_type="dft")
+
+    def test_log_probabilities_as_policy_trainers_take_them(self):
+        """GRPO's and its kin: any function of the completion's log-probabilities and entropies, at a temperature."""
+        from trl.trainer import utils
+        ids = torch.randint(0, VOCAB_SIZE, (3, 8))
+        labels = ids.masked_fill(torch.arange(8) < 3, -100)
+        advantages = torch.tensor([1.0, -0.5, 0.3])[:, None]
+        runs = []
+        for remote in (False, True):
+            model = llama().train()
+            utils.add_fused_lm_head(model, temperature=0.7, outputs=("log_probs", "entropy", "is_top1"))
+            if remote:
+                with self.assertRaisesRegex(ValueError, "temperature=0.7"):
+                    self.patched(model)
+                patched = self.patched(model, recipe=lmhead.Recipe(temperature=0.7))
+            found = model(input_ids=ids, labels=labels, fused_lm_head=True)
+            ratio = (found.log_probs - found.log_probs.detach() + 0.1).exp()
+            ((-ratio * advantages - 0.01 * found.entropy) * found.label_mask).mean().backward()
+            runs.append((found, [parameter.grad for parameter in model.model.parameters()]))
+            if remote:
+                self.assertEqual(patched.commit(0.0).num_updates, 1)
+        (want, want_grads), (got, got_grads) = runs
+        for name in ("loss", "log_probs", "entropy"):
+            self.assertNear(getattr(got, name), getattr(want, name), 1e-5)
+        for name in ("is_top1", "label_mask"):
+            self.assertTrue(torch.equal(getattr(got, name), getattr(want, name).bool()), name)
+        for a, b in zip(got_grads, want_grads):
+            self.assertNear(a, b, 1e-4)
+
+
+if __name__ == "__main__":
+    unittest.main()
