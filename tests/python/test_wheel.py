@@ -62,7 +62,10 @@ class WheelTest(unittest.TestCase):
         self.check_carried(next(venv.glob("lib/*/site-packages/lmhead/lib")))
 
     def check_carried(self, folder):
-        """Everything that is not the system's comes from the wheel, under names of its own."""
+        """Everything that is not the system's comes from the wheel, under names of its own, with its licence."""
+        licences = {path.name for path in (folder / "licences").iterdir()}
+        self.assertTrue(any(name.startswith("libgrpc++") for name in licences), licences)
+        self.assertTrue(any(name.startswith("libssl") for name in licences), licences)
         for line in self.run_checked("ldd", folder / "liblmhead.so").splitlines():
             if "=>" in line and str(folder) not in line:
                 self.assertRegex(line, r"lib(c|m|dl|rt|pthread|resolv|gcc_s|stdc\+\+)\.so")
