@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Runs the tests of the Python package with the system's PyTorch.
 
-Usage: run.py ENVIRONMENT [TEST…]     ENVIRONMENT: folder for a virtual environment with transformers; made when missing.
+Usage: run.py [--as-is] ENVIRONMENT [TEST…]     ENVIRONMENT: folder for a virtual environment with transformers; made when missing.
 
-LMHEAD_BINARY and LMHEAD_LIBRARY name what is tested. Exits with 77 (skipped) without PyTorch.
+--as-is takes the environment with the versions that it has, such as a newer PyTorch, or TRL. LMHEAD_BINARY and LMHEAD_LIBRARY name what is tested. Exits with 77 (skipped) without PyTorch.
 """
 
 import importlib.util
@@ -34,12 +34,15 @@ def make_environment(folder):
     mark.write_text(repr(PACKAGES))
 
 
-def main(folder, *tests):
-    if importlib.util.find_spec("torch") is None:
+def main(*words):
+    as_is = words[0] == "--as-is"
+    folder, *tests = words[as_is:]
+    folder = pathlib.Path(folder).resolve()
+    if not as_is and importlib.util.find_spec("torch") is None:
         print(f"skipped: {sys.executable} has no PyTorch; install python3-torch")
         return SKIPPED
-    folder = pathlib.Path(folder).resolve()
-    make_environment(folder)
+    if not as_is:
+        make_environment(folder)
     path = os.pathsep.join([str(ROOT / "client/python"), str(HERE)])
     environment = {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", "OMP_WAIT_POLICY": "PASSIVE",
                    "TRANSFORMERS_OFFLINE": "1"}

@@ -265,6 +265,21 @@ class ErrorTest(ServiceTest):
         with self.assertRaises(lmhead.Unavailable):
             lmhead.Client("unix:/no/such/socket", connect_timeout=0.2, max_attempts=1)
 
+    def test_misspelt_arguments_make_no_head(self):
+        for address in (self.client, self.service.address):
+            with self.assertRaisesRegex(TypeError, r"\['optimiser'\] are unknown"):
+                lmhead.RemoteHead.create(address, "misspelt", vocab_size=7, hidden_size=5, optimiser=lmhead.SGD())
+        with self.assertRaisesRegex(ValueError, "want torch.float32 or torch.bfloat16"):
+            lmhead.RemoteHead.create(self.client, "misspelt", vocab_size=7, hidden_size=5, weight_dtype=torch.float64)
+        with self.assertRaises(lmhead.NotFound):
+            lmhead.RemoteHead(self.client, "misspelt")
+        with self.assertRaisesRegex(TypeError, "call_timeout"):
+            lmhead.RemoteHead(self.client, "misspelt", call_timeout=1.0)
+        head = lmhead.RemoteHead.create(self.service.address, "spelt", vocab_size=7, hidden_size=5, call_timeout=9.0,
+                                        chunk_tokens=3)
+        with self.assertRaisesRegex(ValueError, r"rows \[3, 9\) of weight are wanted, head spelt has 7"):
+            head.read_weight(3, 6)
+
     def test_a_trainable_head_wants_a_step(self):
         head = self.create(optimizer=lmhead.SGD())
         hidden, labels = self.data(4)

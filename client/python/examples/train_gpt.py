@@ -25,7 +25,8 @@ def main():
     head = lmhead.RemoteHead.create(client, f"gpt-{torch.seed():x}", vocab_size=VOCAB_SIZE, hidden_size=WIDTH,
                                     optimizer=lmhead.AdamW(betas=(0.9, 0.95), weight_decay=0.01), init_std=0.02)
     optimizer = torch.optim.AdamW(trunk.parameters(), 3e-3, betas=(0.9, 0.95), weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=options.steps, pct_start=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda done: min((done + 1) / 20, 1.0) * (1.0 - done / options.steps))  # Up within 20 steps, then down.
     progress = Progress(options.steps)
     try:
         data = batches(ids, ROWS, LENGTH)

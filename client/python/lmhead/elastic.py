@@ -23,8 +23,8 @@ def elastic_step(head: RemoteHead, number: int, body: Callable[[Step], T], *, wo
     been applied. So a lost step leaves no trace.
 
     A service that was restarted has no heads. ``on_restart(head)`` brings this one back as of step number - 1: restores
-    a checkpoint (RemoteHead.restore_checkpoint), or deletes, creates and loads it (the same is asked of it for a head that was poisoned). On the ranks
-    of a torch.distributed job the first rank calls it.
+    a checkpoint (RemoteHead.restore_checkpoint), or deletes, creates and loads it. The same is asked of it for a head
+    that was poisoned. On the ranks of a torch.distributed job the first rank calls it.
 
     Args:
         attempts: how often the step is tried in all.

@@ -19,6 +19,7 @@ from lmhead.teacher import TeacherStream
 from lmhead.workers import SINGLE, Workers
 
 CLIENT_OPTIONS = tuple(inspect.signature(Client).parameters)[1:]
+WRITER_OPTIONS = ("connections", "chunk_bytes", "chunk_tokens", "max_inflight_chunks", "checksums")
 CHECKPOINT_SECONDS = 3600.0  # A large head on slow storage.
 TENSORS = {"weight": 1, "bias": 2, "grad_weight": 3, "grad_bias": 4, "master_weight": 5}
 
@@ -81,6 +82,14 @@ def _info_of(raw: Dict[str, Any]) -> HeadInfo:
         weights_loaded=raw["weights_loaded"], poisoned_by=raw["poisoned_by"], raw=raw)
 
 
+def _client(address: Union[str, Client], options: Dict[str, Any]) -> Client:
+    unknown = set(options) - (set() if isinstance(address, Client) else set(CLIENT_OPTIONS))
+    if unknown:
+        raise TypeError(f"arguments {sorted(unknown)} are unknown; beside those of the call want some of {WRITER_OPTIONS}, "
+                        f"or with an address in place of a Client of {CLIENT_OPTIONS}")
+    return address if isinstance(address, Client) else Client(address, **options)
+
+
 class RemoteHead:
     """A head of the service, by name.
 
@@ -103,7 +112,7 @@ class RemoteHead:
     def __init__(self, address: Union[str, Client], name: str, *, connections: int = 1, chunk_bytes: int = 4 << 20,
                  chunk_tokens: Optional[int] = None, max_inflight_chunks: int = 4, checksums: bool = True,
                  **client_options: Any):
-        self.client = address if isinstance(address, Client) else Client(address, **client_options)
+        self.client = _client(address, client_options)
         self.name = name
         self._writer_options = (connections, max_inflight_chunks, chunk_bytes, chunk_tokens or 0, checksums)
         info = self.info()
@@ -129,19 +138,22 @@ class RemoteHead:
         Raises:
             ResourceExhausted: it does not fit; the message has the memory plan.
             AlreadyExists: there is one of that name that differs.
+            InvalidArgument: the specification is none, such as a size of 0.
         """
-        client_options = {key: options.pop(key) for key in CLIENT_OPTIONS if key in options}
-        client = address if isinstance(address, Client) else Client(address, **client_options)
+        if weight_dtype not in _staging.DTYPE_NAMES:
+            raise ValueError(f"weight_dtype is {weight_dtype}, want torch.float32 or torch.bfloat16")
+        writer_options = {key: options.pop(key) for key in WRITER_OPTIONS if key in options}
+        client = _client(address, options)
         message: Dict[str, Any] = {
             "name": name, "vocab_size": str(vocab_size), "hidden_size": str(hidden_size),
-            "weight_dtype": _staging.DTYPE_NAMES.get(weight_dtype, str(weight_dtype)), "has_bias": bias,
+            "weight_dtype": _staging.DTYPE_NAMES[weight_dtype], "has_bias": bias,
             "logit_scale": logit_scale, "softcap": softcap, "trainable": optimizer is not None,
             "optimizer": {"kind": "OPTIMIZER_KIND_NONE"} if optimizer is None else optimizer.message()}
         if init_std is not None:
             message["weight_init"] = {"kind": "KIND_NORMAL", "std": init_std, "seed": str(seed)}
         message.update(spec or {})
         client.call("CreateHead", spec=message)
-        return cls(client, name, **options)
+        return cls(client, name, **writer_options)
 
     def info(self) -> HeadInfo:
         """The head's specification and state now."""
@@ -152,17 +164,31 @@ class RemoteHead:
         return self.info().last_committed_step + 1
 
     def delete(self, force: bool = False) -> None:
-        """Deletes the head and frees its memory; ``force``: also while a step is open."""
+        """Deletes the head and frees its memory; ``force``: also while a step is open or the head teaches.
+
+        Raises:
+            NotFound: it is gone already.
+            FailedPrecondition: a step is open, or a student's stream, without ``force``.
+        """
         self.client.call("DeleteHead", head=self.name, force=force)
 
     # --- Weights ------------------------------------------------------------------------------------------------------
 
     def load_weight(self, weight: torch.Tensor, row_start: int = 0) -> None:
-        """Sends rows of lm_head.weight, [n, hidden_size], any wire dtype; between steps."""
+        """Sends rows row_start and on of the weight; between steps.
+
+        Args:
+            weight: [n, hidden_size]; float32, bfloat16 or float16, on any device.
+
+        Raises:
+            ValueError: another dtype, or not two dimensions.
+            InvalidArgument: rows or columns that the head does not have.
+            FailedPrecondition: a step is open.
+        """
         self._load("weight", weight, row_start)
 
     def load_bias(self, bias: torch.Tensor) -> None:
-        """Sends the bias, [vocab_size]; between steps."""
+        """Sends the bias, [vocab_size], of any floating dtype; between steps. Errors as for ``load_weight``."""
         self._load("bias", bias.float().reshape(-1, 1), 0)
 
     def _load(self, tensor: str, rows: torch.Tensor, row_start: int) -> None:
@@ -174,22 +200,40 @@ class RemoteHead:
                                         host.shape[0], host.shape[1], host.data_ptr())
 
     def read_weight(self, row_start: int = 0, num_rows: Optional[int] = None, *, master: bool = False) -> torch.Tensor:
-        """Rows of lm_head.weight in the head's dtype, or of its float32 master weight: [num_rows, hidden_size]."""
+        """Rows of the weight in the head's dtype, or of its float32 master weight: [num_rows, hidden_size], on the CPU.
+
+        Args:
+            row_start, num_rows: which rows; None: to the end.
+            master: the float32 values that the optimizer updates.
+
+        Raises:
+            ValueError: the head does not have these rows.
+            InvalidArgument: a frozen head has no master weight.
+        """
         if not master:
             return self._read("weight", self.info().weight_dtype, self.hidden_size, row_start, num_rows)
         return self._read("master_weight", torch.float32, self.hidden_size, row_start, num_rows)
 
     def read_bias(self) -> torch.Tensor:
-        """The bias: [vocab_size], float32."""
+        """The bias: [vocab_size], float32, on the CPU. InvalidArgument: the head has none."""
         return self._read("bias", torch.float32, 1, 0, None).reshape(-1)
 
     def read_grad_weight(self, row_start: int = 0, num_rows: Optional[int] = None) -> torch.Tensor:
-        """The open step's gradient so far, before any multiplier: [num_rows, hidden_size], float32."""
+        """The open step's gradient so far, before any multiplier: [num_rows, hidden_size], float32, on the CPU.
+
+        Raises:
+            ValueError: the head does not have these rows.
+            FailedPrecondition: no step is open.
+        """
         return self._read("grad_weight", torch.float32, self.hidden_size, row_start, num_rows)
 
     def _read(self, tensor: str, dtype: torch.dtype, columns: int, row_start: int,
               num_rows: Optional[int]) -> torch.Tensor:
-        rows = torch.empty(self.vocab_size - row_start if num_rows is None else num_rows, columns, dtype=dtype)
+        count = self.vocab_size - row_start if num_rows is None else num_rows
+        if row_start < 0 or count < 1 or row_start + count > self.vocab_size:
+            raise ValueError(f"rows [{row_start}, {row_start + count}) of {tensor} are wanted, head {self.name} has "
+                             f"{self.vocab_size}")
+        rows = torch.empty(count, columns, dtype=dtype)
         self.client.native.read_weights(self.name, TENSORS[tensor], _staging.DTYPES[dtype], row_start, rows.shape[0],
                                         columns, rows.data_ptr())
         return rows
@@ -253,8 +297,8 @@ class RemoteHead:
                              "head.evaluation(worker)")
         if step is not None and incarnation is None:
             incarnation = self.client.incarnation()
-        return TeacherStream(self, step or 0, recipe, distillation.paired_stream, hidden_dtype, worker or "w0", token_weights, token_temperature,
-                             incarnation or 0)
+        return TeacherStream(self, step or 0, recipe, distillation.paired_stream, hidden_dtype, worker or "w0",
+                             token_weights, token_temperature, incarnation or 0)
 
     # --- Without a step -----------------------------------------------------------------------------------------------
 
@@ -294,6 +338,9 @@ class RemoteHead:
 
         Args:
             names: of token_loss, logprob, lse, entropy (float32; nats) and argmax (int32).
+
+        Raises:
+            ValueError: a tensor does not fit, or a name is none of these; nothing was sent.
         """
         unknown = set(names) - set(OUTPUTS)
         if unknown:
@@ -307,8 +354,10 @@ class RemoteHead:
     def topk(self, hidden: torch.Tensor, k: int, *, temperature: float = 1.0) -> Tuple[torch.Tensor, torch.Tensor]:
         """The k likeliest ids, [..., k], int32, and their log-probabilities, [..., k], float32.
 
-        What ``teacher_topk_ids`` and ``teacher_topk_logprobs`` of a distillation take. The head needs ``top_k_max`` in
-        its specification.
+        What ``teacher_topk_ids`` and ``teacher_topk_logprobs`` of a distillation take.
+
+        Raises:
+            InvalidArgument: k is more than the ``top_k_max`` of the head's specification, which is 0 unless stated.
         """
         with torch.no_grad():
             arguments = checked_arguments(self, hidden, torch.zeros(hidden.shape[:-1], dtype=torch.int64,
