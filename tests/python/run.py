@@ -3,7 +3,8 @@
 
 Usage: run.py [--as-is] ENVIRONMENT [TEST…]     ENVIRONMENT: folder for a virtual environment with transformers; made when missing.
 
---as-is takes the environment with the versions that it has, such as a newer PyTorch, or TRL. LMHEAD_BINARY and LMHEAD_LIBRARY name what is tested. Exits with 77 (skipped) without PyTorch.
+--as-is takes the environment with the versions that it has, such as a newer PyTorch, or TRL. LMHEAD_BINARY and
+LMHEAD_LIBRARY name what is tested. Exits with 77 (skipped) without PyTorch.
 """
 
 import importlib.util

@@ -52,10 +52,15 @@ class TrlTest(ServiceTest):
                                  processing_class=tokenizer())
             trainer.remove_callback(transformers.trainer_callback.PrinterCallback)
             if remote:
-                trainer.add_callback(self.patched(model).trainer_callback(max_grad_norm=1.0))
+                patched = self.patched(model)
+                trainer.add_callback(patched.trainer_callback(max_grad_norm=1.0))
             trainer.train()
             logged = [entry for entry in trainer.state.log_history if "loss" in entry]
-            return logged, trainer.evaluate()
+            found = trainer.evaluate()
+            if remote:
+                patched.restore()
+                self.assertAlmostEqual(trainer.evaluate()["eval_loss"], found["eval_loss"], delta=1e-4)
+            return logged, found
 
     def check(self, make, **options):
         want, want_eval = self.fine_tune(make(), False, **options)

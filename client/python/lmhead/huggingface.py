@@ -193,6 +193,7 @@ class PatchedModel:
         self._stand_in = RemoteLmHead()
         setattr(self._owner, self._name, self._stand_in)
         self._forward = self.model.forward
+        self._trainers_forward = self.model.__dict__.get("forward")
         self.model.forward = self._wrapped_forward()
         self._getter = self.model.__dict__.get("get_output_embeddings")
         self.model.get_output_embeddings = lambda: None  # Nothing to tie to the embedding any more.
@@ -380,7 +381,9 @@ class PatchedModel:
             if self._has_bias:
                 layer.bias.copy_(self.head.read_bias())
         setattr(self._owner, self._name, layer)
-        del self.model.forward
+        del self.model.forward  # With what was wrapped around it since.
+        if self._trainers_forward is not None:
+            self.model.forward = self._trainers_forward
         if self._getter is None:
             del self.model.get_output_embeddings
         else:
