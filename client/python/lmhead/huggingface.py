@@ -74,9 +74,11 @@ def _check_logits(model: Any, layer: Any) -> None:
     """ValueError when the model makes something else of the layer's output than the configuration says."""
     outputs: List[torch.Tensor] = []
     hook = layer.register_forward_hook(lambda _layer, _inputs, output: outputs.append(output))
+    ids = torch.zeros(1, 2, dtype=torch.int64, device=_device_of_inputs(model))
     try:
-        with torch.no_grad():
-            logits = model(input_ids=torch.zeros(1, 2, dtype=torch.int64, device=_device_of_inputs(model))).logits
+        # Dropout draws no numbers that the training would have drawn.
+        with torch.no_grad(), torch.random.fork_rng(devices=[ids.device] if ids.is_cuda else []):
+            logits = model(input_ids=ids).logits
     finally:
         hook.remove()
     if not outputs:
