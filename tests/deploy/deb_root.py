@@ -48,6 +48,14 @@ class Root:
         return {line.removeprefix(str(self.folder)) for line in listed.stdout.splitlines()}
 
 
+def packages_of(folder):
+    found = sorted(folder.glob("*lmhead*.deb"))
+    names = [deb.name.split("_")[0] for deb in found]
+    if sorted(names) != ["liblmhead-dev", "liblmhead0", "lmhead"]:
+        raise SystemExit(f"deb: {folder} has {names}, wanted lmhead, liblmhead0 and liblmhead-dev, each once: make package")
+    return found
+
+
 def make_root(folder, base):
     remove(folder)
     folder.mkdir(parents=True)
@@ -118,10 +126,7 @@ def main():
     parser.add_argument("--base", type=pathlib.Path)
     parser.add_argument("--keep", action="store_true", help="leave the root in the work folder")
     options = parser.parse_args()
-    packages = sorted(options.packages.glob("*lmhead*.deb"))
-    names = {deb.name.split("_")[0] for deb in packages}
-    if names != {"lmhead", "liblmhead0", "liblmhead-dev"} or len(packages) != 3:
-        raise SystemExit(f"deb: {options.packages} has {names}, wanted lmhead, liblmhead0 and liblmhead-dev, each once: make package")
+    packages = packages_of(options.packages)
     root = make_root(options.work, options.base)
     with Mounts(root.folder):
         check(root, packages)

@@ -10,24 +10,12 @@ import unittest
 import urllib.request
 
 import chart
+from health import SERVING, probe
 from stack import LMHEAD, free_port, make_certificate, wait_for
 
 # One for each way of security. What differs from a pod: the folders, ports that are free, and the processor in place of a GPU.
 VALUE_SETS = ("cpu", "mutual-tls", "tokens-only")
 TOKEN_DIGEST = "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"
-
-
-# HealthCheckResponse{status: SERVING} in a gRPC frame.
-SERVING = bytes([0, 0, 0, 0, 2, 0x08, 1])
-
-
-def probe(address, service):
-    """What the kubelet asks, by curl: the frame of the answer."""
-    message = bytes([0x0A, len(service)]) + service.encode()
-    frame = bytes([0]) + len(message).to_bytes(4, "big") + message
-    return subprocess.run(["curl", "-sS", "--fail", "--max-time", "5", "--http2-prior-knowledge", "-H", "content-type: application/grpc",
-                           "-H", "te: trailers", "--data-binary", "@-", f"http://{address}/grpc.health.v1.Health/Check"],
-                          input=frame, check=True, capture_output=True).stdout
 
 
 class PodCommand(unittest.TestCase):
