@@ -502,6 +502,7 @@ std::vector<StepWriter::Impl::PlannedWrite> StepWriter::Impl::PlanWrites() {
     if (connection == nullptr) return writes;
     connection->sent.push_back(std::move(pending_.front()));
     pending_.pop_front();
+    connection->sent.back().num_told = connection->told.size();
     connection->writing = true;
     connection->sent.back().ticket->loans.Lend();
     writes.push_back({.stream = connection->stream.get(), .chunk = connection->sent.back()});
@@ -522,11 +523,13 @@ void StepWriter::Impl::PlanReceived(std::vector<PlannedWrite>& writes) {
     writes.push_back({.stream = connection.stream.get(), .received = connection.received.front()});
     connection.told.push_back(connection.received.front());
     connection.received.pop_front();
-    // More than twice the window's worth the server has read, since it has read later chunks.
-    if (connection.told.size() > 2 * static_cast<size_t>(connection.window)) {
-      connection.told.pop_front();
-    }
   }
+}
+
+// The server reads in order: with the answer to a chunk it has read what was written before it.
+void StepWriter::Impl::ForgetTold(Connection& connection, size_t num_read) {
+  connection.told.erase(connection.told.begin(), connection.told.begin() + num_read);
+  for (Chunk& chunk : connection.sent) chunk.num_told -= std::min(chunk.num_told, num_read);
 }
 
 void StepWriter::Impl::PlanEnds(std::vector<PlannedWrite>& writes) {
@@ -586,27 +589,34 @@ void StepWriter::Impl::OnMessage(size_t index, grpc::ByteBuffer* message) {
   Send(writes);
 }
 
+std::deque<StepWriter::Impl::Chunk>::iterator StepWriter::Impl::FindSent(Connection& connection,
+                                                                         uint64_t chunk_index) {
+  return std::find_if(connection.sent.begin(), connection.sent.end(),
+                      [chunk_index](const Chunk& chunk) { return chunk.index == chunk_index; });
+}
+
 absl::StatusOr<ResultDestination> StepWriter::Impl::PlaceFor(Connection& connection,
                                                              uint64_t chunk_index,
                                                              int64_t num_tokens,
                                                              std::shared_ptr<Ticket>* gathering) {
   if (!error_.ok()) return error_;
-  if (connection.sent.empty()) {
+  const auto chunk = FindSent(connection, chunk_index);
+  if (chunk == connection.sent.end()) {
     return absl::InternalError(absl::StrFormat(
-        "the server sent a result for chunk %d, but this stream waits for none", chunk_index));
+        "the server sent a result for chunk %d, but this stream does not wait for it",
+        chunk_index));
   }
-  const Chunk& next = connection.sent.front();
-  if (chunk_index != next.index || num_tokens != next.num_rows) {
-    return absl::InternalError(absl::StrFormat(
-        "the server sent a result for chunk %d of %d rows, but the next one of this stream is "
-        "chunk %d of %d rows",
-        chunk_index, num_tokens, next.index, next.num_rows));
+  if (num_tokens != chunk->num_rows) {
+    return absl::InternalError(
+        absl::StrFormat("the server sent a result of %d rows for chunk %d, which has %d",
+                        num_tokens, chunk_index, chunk->num_rows));
   }
   if (*gathering == nullptr) {
-    *gathering = next.ticket;
-    ++next.ticket->num_gathers;
+    *gathering = chunk->ticket;
+    ++chunk->ticket->num_gathers;
   }
-  return DestinationOf(next.ticket->rows, next.row_start, next.num_rows, spec_.outputs.top_k());
+  return DestinationOf(chunk->ticket->rows, chunk->row_start, chunk->num_rows,
+                       spec_.outputs.top_k());
 }
 
 absl::Status StepWriter::Impl::OnOpened(Connection& connection, const v1::StreamOpened& opened) {
@@ -627,7 +637,8 @@ absl::Status StepWriter::Impl::OnOpened(Connection& connection, const v1::Stream
 }
 
 absl::Status StepWriter::Impl::OnResult(Connection& connection, const DecodedResult& result) {
-  Ticket& ticket = *connection.sent.front().ticket;
+  const auto chunk = FindSent(connection, result.chunk_index);
+  Ticket& ticket = *chunk->ticket;
   ticket.result.sums += result.sums;
   ticket.result.num_chunks += 1;
   ticket.result.num_duplicates += result.duplicate ? 1 : 0;
@@ -636,7 +647,8 @@ absl::Status StepWriter::Impl::OnResult(Connection& connection, const DecodedRes
   if (spec_.recipe.distillation().paired_stream() && !spec_.teacher_side) {
     connection.received.push_back(result.chunk_index);
   }
-  connection.sent.pop_front();
+  ForgetTold(connection, chunk->num_told);
+  connection.sent.erase(chunk);
   connection.num_failures = 0;
   return absl::OkStatus();
 }
@@ -745,6 +757,9 @@ void StepWriter::Impl::LetGo(Connection& connection) {
 
 void StepWriter::Impl::Reschedule(Connection& connection, const absl::Status& error) {
   pending_.insert(pending_.begin(), connection.sent.begin(), connection.sent.end());
+  // Oldest first, so that both sides of a paired stream always want the same chunks.
+  std::sort(pending_.begin(), pending_.end(),
+            [](const Chunk& a, const Chunk& b) { return a.index < b.index; });
   connection.sent.clear();
   connection.received.insert(connection.received.begin(), connection.told.begin(),
                              connection.told.end());

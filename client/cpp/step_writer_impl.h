@@ -97,6 +97,7 @@ class StepWriter::Impl : public std::enable_shared_from_this<StepWriter::Impl> {
     int64_t row_start = 0;
     int64_t num_rows = 0;
     std::optional<uint64_t> checksum;
+    size_t num_told = 0;  // How many of Connection::told were written before this chunk.
   };
 
   enum class State {
@@ -119,7 +120,8 @@ class StepWriter::Impl : public std::enable_shared_from_this<StepWriter::Impl> {
     int window = 0;            // Chunks without a result that it may have.
     std::deque<Chunk> sent;    // Without a result, in the order they were sent.
     // Results that the server is to be told we have (lmhead.v1.ResultReceived), and those it was
-    // told of last, which a break may have lost: it is told again.
+    // told of, but which a break may lose, since it has not answered a chunk sent later: it is told
+    // again.
     std::deque<uint64_t> received;
     std::deque<uint64_t> told;
     int num_failures = 0;  // Breaks since the last result.
@@ -148,9 +150,13 @@ class StepWriter::Impl : public std::enable_shared_from_this<StepWriter::Impl> {
   // Chooses what to send, and marks it as being sent.
   std::vector<PlannedWrite> PlanWrites() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void PlanReceived(std::vector<PlannedWrite>& writes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void ForgetTold(Connection& connection, size_t num_read) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void PlanEnds(std::vector<PlannedWrite>& writes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   Connection* LeastLoaded() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void Send(const std::vector<PlannedWrite>& writes);
+
+  std::deque<Chunk>::iterator FindSent(Connection& connection, uint64_t chunk_index)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   // Where a result goes; notes in *gathering that it is being written.
   absl::StatusOr<ResultDestination> PlaceFor(Connection& connection, uint64_t chunk_index,

@@ -131,19 +131,29 @@ ChunkStream::Action ChunkStream::NextAction() {
   return NextRead();
 }
 
+// In the order of arrival; of a paired stream whichever is there. There the order would be a
+// deadlock: a chunk that waits for its other side would hold back the results of later ones, whose
+// `received` may be what the other side waits for before it sends that chunk.
+std::map<uint64_t, ChunkStream::Pending>::iterator ChunkStream::NextAnswer() {
+  const auto answered = [](const auto& entry) { return entry.second.answer.has_value(); };
+  const bool in_order = head_stream_ == nullptr || head_stream_->side() == StreamSide::kWhole;
+  if (!in_order) return std::find_if(pending_.begin(), pending_.end(), answered);
+  return !pending_.empty() && answered(*pending_.begin()) ? pending_.begin() : pending_.end();
+}
+
 ChunkStream::Action ChunkStream::NextWrite() {
+  const auto next = NextAnswer();
+  const bool has_answer = next != pending_.end();
   // A chunk that could not be computed ends the stream in its turn.
-  if (!IsOver() && !pending_.empty() && pending_.front().answer.has_value() &&
-      !pending_.front().answer->ok()) {
-    Fail(pending_.front().answer->status(), /*after_answers=*/false);
+  if (!IsOver() && has_answer && !next->second.answer->ok()) {
+    Fail(next->second.answer->status(), /*after_answers=*/false);
   }
   if (IsOver() || (failure_.has_value() && pending_.empty())) return StartFinish(*failure_);
   if (opened_.has_value()) {
     control_ = std::exchange(opened_, std::nullopt);
-  } else if (!pending_.empty() && pending_.front().answer.has_value()) {
-    outgoing_ = std::move(pending_.front());
-    pending_.pop_front();
-    ++first_sequence_;
+  } else if (has_answer) {
+    outgoing_ = std::move(next->second);
+    pending_.erase(next);
   } else if (phase_ == Phase::kEnded && pending_.empty() && !ended_written_) {
     ended_written_ = true;
     v1::StreamEnded ended;
@@ -271,7 +281,7 @@ void ChunkStream::Fail(const absl::Status& status, bool after_answers) {
   failure_ = status;
   failure_waits_ = after_answers;
   if (after_answers) return;
-  for (Pending& pending : pending_) {
+  for (auto& [sequence, pending] : pending_) {
     // What is still being computed keeps its slot until then.
     if (!pending.answer.has_value() || pending.slot == nullptr) continue;
     spare_slots_.push_back(std::exchange(pending.slot, nullptr));
@@ -298,7 +308,7 @@ void ChunkStream::AnswerReady(uint64_t sequence, absl::StatusOr<ComputedChunk> a
   StagingSlot* unwanted = nullptr;
   {
     absl::MutexLock lock(&mu_);
-    Pending& pending = pending_[sequence - first_sequence_];
+    Pending& pending = pending_.at(sequence);
     pending.answer = std::move(answer);
     if (IsOver()) {
       unwanted = std::exchange(pending.slot, nullptr);
@@ -538,8 +548,8 @@ absl::Status ChunkStream::HandleChunk(HeadStream& head_stream, const DecodedChun
   uint64_t sequence = 0;
   {
     absl::MutexLock lock(&mu_);
-    sequence = first_sequence_ + pending_.size();
-    pending_.push_back({.slot = slot});
+    sequence = next_sequence_++;
+    pending_[sequence].slot = slot;
   }
   absl::Status status = head_stream.Submit(
       chunk, [self = shared_from_this(), sequence](absl::StatusOr<ComputedChunk> answer) {
@@ -547,7 +557,7 @@ absl::Status ChunkStream::HandleChunk(HeadStream& head_stream, const DecodedChun
       });
   if (status.ok()) return status;
   absl::MutexLock lock(&mu_);
-  pending_.pop_back();
+  pending_.erase(sequence);
   return status;
 }
 

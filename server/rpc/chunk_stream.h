@@ -23,7 +23,7 @@
 #include <grpcpp/support/server_callback.h>
 
 #include <cstdint>
-#include <deque>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -111,6 +111,8 @@ class ChunkStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc:
   // What Pump does next; the state is changed as if it had been done.
   Action NextAction() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   Action NextWrite() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // The chunk whose answer is to be written next; end() while there is none.
+  std::map<uint64_t, Pending>::iterator NextAnswer() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   Action NextRead() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   Action StartFinish(const absl::Status& status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void Perform(Action action) ABSL_LOCKS_EXCLUDED(mu_);
@@ -162,8 +164,8 @@ class ChunkStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc:
   uint64_t slot_wait_ ABSL_GUARDED_BY(mu_) = 0;            // Id of the last wait for one.
   std::vector<StagingSlot*> spare_slots_ ABSL_GUARDED_BY(mu_);  // To be given back.
 
-  std::deque<Pending> pending_ ABSL_GUARDED_BY(mu_);  // In the order of arrival.
-  uint64_t first_sequence_ ABSL_GUARDED_BY(mu_) = 0;  // Sequence number of pending_.front().
+  std::map<uint64_t, Pending> pending_ ABSL_GUARDED_BY(mu_);  // By sequence number of arrival.
+  uint64_t next_sequence_ ABSL_GUARDED_BY(mu_) = 0;
   std::optional<grpc::ByteBuffer> opened_
       ABSL_GUARDED_BY(mu_);  // Answer to `open`, not written yet.
   bool ended_written_ ABSL_GUARDED_BY(mu_) = false;

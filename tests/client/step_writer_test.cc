@@ -523,7 +523,7 @@ TEST_F(StepWriterTest, AResultTooManyIsAnInternalError) {
   };
   const absl::Status status = writer->Finish().status();
   EXPECT_TRUE(absl::IsInternal(status)) << status;
-  EXPECT_THAT(std::string(status.message()), HasSubstr("waits for none"));
+  EXPECT_THAT(std::string(status.message()), HasSubstr("does not wait for it"));
 }
 
 TEST_F(StepWriterTest, AWrongCountAtTheEndIsAnError) {
