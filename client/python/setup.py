@@ -102,16 +102,16 @@ def carry_licences(libraries, folder):
     if shutil.which("dpkg-query") is None:
         print(f"warning: no dpkg-query here, so that {folder} is not written: add the carried libraries' licences yourself")
         return
+    # A package may list its files below /lib, which is /usr/lib.
+    names = {name: path for path in libraries for name in (str(path), str(path).replace("/usr/lib/", "/lib/", 1))}
+    found = subprocess.run(["dpkg-query", "--search", *names], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    packages = {names[line.split(": ", 1)[1]]: line.split(":")[0] for line in found.stdout.splitlines()}
     folder.mkdir()
     for path in libraries:
-        # A package may list its files below /lib, which is /usr/lib.
-        names = [str(path), str(path).replace("/usr/lib/", "/lib/", 1)]
-        found = subprocess.run(["dpkg-query", "--search", *names], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-        packages = {line.split(":")[0] for line in found.stdout.splitlines()}
-        if not packages:
+        if path in packages:
+            shutil.copyfile(f"/usr/share/doc/{packages[path]}/copyright", folder / packages[path])
+        else:
             print(f"warning: {path} is of no package, so that its licence is not known")
-        for package in packages:
-            shutil.copyfile(f"/usr/share/doc/{package}/copyright", folder / package)
 
 
 class BuildWithLibrary(build_py):

@@ -9,6 +9,8 @@ import sys
 import tempfile
 import unittest
 
+import torch
+
 from service import Service
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -54,6 +56,9 @@ class WheelTest(unittest.TestCase):
         self.assertRegex(wheel.name, r"^lmhead-[0-9.]+-py3-none-linux_x86_64\.whl$")
         venv = self.folder / "venv"
         self.run_checked(sys.executable, "-m", "venv", "--system-site-packages", venv)
+        # PyTorch of this environment, which may be a virtual one itself.
+        site, = venv.glob("lib/*/site-packages")
+        (site / "torch.pth").write_text(str(pathlib.Path(torch.__file__).parents[1]))
         self.run_checked(venv / "bin/python", "-m", "pip", "install", "--no-index", wheel, env=clean_environment())
         shown = self.run_checked(venv / "bin/python", "-c", USE, self.service.address, env=clean_environment(),
                                  cwd=self.folder)
