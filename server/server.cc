@@ -79,6 +79,13 @@ int64_t DefaultRankLimitBytes(const Hardware& hardware) {
   return DefaultMemoryLimitBytes(bytes) / hardware.MostRanksOnADevice();
 }
 
+// At once, over all replicas. One on the CPU computes one at a time, and has the next there while it
+// does: a replica elsewhere would otherwise wait for it.
+int32_t BatchesInFlight(bool cuda, int32_t num_replicas) {
+  if (cuda) return kCudaBatchesInFlight * num_replicas;
+  return num_replicas == 1 ? 1 : 2 * num_replicas;
+}
+
 // `listen` with the port that was taken.
 std::string BoundAddress(const std::string& listen, int port) {
   const size_t colon = listen.rfind(':');
@@ -263,7 +270,7 @@ absl::Status Server::Impl::MakeRanks() {
   executor_ = std::make_unique<Executor>(Executor::Options{
       .join_chunks =
           config_.join_chunks == JoinChunks::kAuto ? cuda : config_.join_chunks == JoinChunks::kOn,
-      .max_inflight_batches = cuda ? kCudaBatchesInFlight : 1,
+      .max_inflight_batches = BatchesInFlight(cuda, config_.ranks.num_replicas),
       .on_batch = [this](int64_t chunks, int64_t tokens) {
         metrics_.ObserveBatch(chunks, tokens);
       }});
@@ -318,7 +325,8 @@ void Server::Impl::MakeCompute() {
   heads_ = std::make_unique<HeadRegistry>(
       &budget_,
       PlanOptions{.backend = hardware_.kind,
-                  .num_ranks = ranks_->num_ranks(),
+                  .num_ranks = ranks_->ranks_per_replica(),
+                  .num_replicas = ranks_->num_replicas(),
                   .batch_tokens = config_.batch_tokens},
       std::move(make_backend),
       HeadEnvironment{.executor = executor_.get(),
@@ -327,7 +335,8 @@ void Server::Impl::MakeCompute() {
                       .metrics = &metrics_,
                       .incarnation = incarnation_,
                       .chunk_bytes_max = config_.chunk_bytes_max,
-                      .pair_timeout = config_.pair_timeout});
+                      .pair_timeout = config_.pair_timeout,
+                      .num_ranks = ranks_->ranks_per_replica()});
   service_ = std::make_unique<LmHeadServiceImpl>(
       StreamEnvironment{.heads = heads_.get(),
                         .slots = slots_.get(),
@@ -486,6 +495,10 @@ Gauges Server::Impl::ReadGauges() {
                                   .calls = times.calls[op],
                                   .seconds = static_cast<double>(times.nanoseconds[op]) * 1e-9});
   }
+  for (const RankPool::ReplicaWork& work : ranks_->ReadReplicaWork()) {
+    gauges.replicas.push_back({.batches = work.num_batches, .tokens = work.num_tokens});
+  }
+  gauges.replica_batch_bytes = ranks_->ReadReplicaBatchBytes();
   for (const std::shared_ptr<Head>& head : heads_->List()) {
     const HeadStatus status = head->Status();
     ++gauges.heads;

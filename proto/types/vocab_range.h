@@ -1,7 +1,8 @@
-// Which vocabulary rows a rank owns.
+// Which vocabulary rows a rank has.
 //
-// Every rank but the last owns the same number of rows, the last one what is left; with more ranks
-// than that takes, the last ranks own nothing.
+// Every rank but the last has the same number of rows, the last one what is left; with more ranks
+// than that takes, the last ranks have nothing. Replicas of a shard own a part of it each, of which
+// they alone keep the optimizer's state.
 
 #ifndef LMHEAD_PROTO_TYPES_VOCAB_RANGE_H_
 #define LMHEAD_PROTO_TYPES_VOCAB_RANGE_H_
@@ -33,6 +34,20 @@ inline VocabRange ShardRange(const HeadSpec& spec, int32_t num_ranks, int32_t ra
   const int64_t start = std::min(rank * rows, spec.vocab_size);
   const bool last = rank == num_ranks - 1;
   return {start, last ? spec.vocab_size : std::min(start + rows, spec.vocab_size)};
+}
+
+// The rows of a shard that `replica` owns when num_replicas have the shard.
+// REQUIRES: 0 <= replica < num_replicas.
+inline VocabRange OwnedRange(VocabRange shard, int32_t num_replicas, int32_t replica) {
+  const int64_t rows = (shard.size() + num_replicas - 1) / num_replicas;
+  const int64_t start = std::min(shard.start + replica * rows, shard.stop);
+  return {start, std::min(start + rows, shard.stop)};
+}
+
+// The ids that are in both; empty, with start before stop or equal to it, when none is.
+inline VocabRange Intersection(VocabRange a, VocabRange b) {
+  const int64_t start = std::max(a.start, b.start);
+  return {start, std::max(start, std::min(a.stop, b.stop))};
 }
 
 // Rows of the largest shard: what the memory plan counts.

@@ -22,8 +22,12 @@ ABSL_FLAG(int64_t, memory_limit_bytes, 0,
           "Bytes that all heads together may take. 0: serve takes 80% of what the machine or "
           "container has; estimate takes no bound.");
 ABSL_FLAG(int32_t, ranks, 0,
-          "Ranks that the vocabulary rows of every head are split over. 0: one; of serve one for "
-          "each of --devices.");
+          "Ranks that the vocabulary rows of every head are split over, in each of --replicas a "
+          "part of them. 0: one a replica; of serve one for each of --devices.");
+ABSL_FLAG(int32_t, replicas, 1,
+          "Replicas of every head that the ranks form, each with all of its rows on --ranks / "
+          "--replicas ranks: batches are spread over them, gradients are summed at the end of the "
+          "step. Divides --ranks.");
 ABSL_FLAG(std::string, tls_ca_file, "",
           "PEM file of the certificate authorities that the service's certificate is checked "
           "against; switches TLS on.");

@@ -18,6 +18,7 @@ ABSL_DECLARE_FLAG(int64_t, hidden);
 ABSL_DECLARE_FLAG(bool, json);
 ABSL_DECLARE_FLAG(int64_t, memory_limit_bytes);
 ABSL_DECLARE_FLAG(int32_t, ranks);
+ABSL_DECLARE_FLAG(int32_t, replicas);
 ABSL_DECLARE_FLAG(std::string, tls_ca_file);
 ABSL_DECLARE_FLAG(std::string, tls_cert_file);
 ABSL_DECLARE_FLAG(std::string, tls_key_file);

@@ -47,6 +47,7 @@ struct Estimate {
   std::optional<MemoryPlan> chosen;  // None when none fits the limit.
 
   int64_t num_tokens() const { return num_sequences * sequence_length; }
+  int32_t all_ranks() const { return options.num_ranks * options.num_replicas; }
 };
 
 // What stands in for the dense logits: everything but the weight and its training state, which a
@@ -130,12 +131,20 @@ absl::StatusOr<PlanOptions> OptionsFromFlags() {
   const int64_t limit = absl::GetFlag(FLAGS_memory_limit_bytes);
   absl::Status status = CheckRange("memory_limit_bytes", limit, 0, kUnboundedBytes);
   if (!status.ok()) return status;
+  const int32_t replicas = absl::GetFlag(FLAGS_replicas);
+  status = CheckRange("replicas", replicas, 1, kRanksMax);
+  if (!status.ok()) return status;
   const int32_t asked = absl::GetFlag(FLAGS_ranks);
-  const int32_t ranks = asked == 0 ? 1 : asked;
+  const int32_t ranks = asked == 0 ? replicas : asked;
   status = CheckRange("ranks", ranks, 1, kRanksMax);
   if (!status.ok()) return status;
+  if (ranks % replicas != 0) {
+    return absl::InvalidArgumentError(
+        absl::StrFormat("--replicas is %d; wanted a divisor of --ranks, %d", replicas, ranks));
+  }
   return PlanOptions{.backend = *backend,
-                     .num_ranks = ranks,
+                     .num_ranks = ranks / replicas,
+                     .num_replicas = replicas,
                      .budget_bytes = limit == 0 ? kUnboundedBytes : limit};
 }
 
@@ -167,8 +176,9 @@ absl::StatusOr<Estimate> EstimateFromFlags() {
       CheckDense(estimate.num_sequences, estimate.sequence_length, estimate.spec.vocab_size);
   if (!status.ok()) return status;
   if (options->num_ranks > estimate.spec.vocab_size) {
-    return absl::InvalidArgumentError(absl::StrFormat(
-        "--ranks is %d; wanted at most --vocab, %d", options->num_ranks, estimate.spec.vocab_size));
+    return absl::InvalidArgumentError(
+        absl::StrFormat("--ranks is %d; wanted at most --vocab, %d, for each of --replicas",
+                        estimate.all_ranks(), estimate.spec.vocab_size));
   }
   estimate.dense =
       PlanDenseLogits(estimate.num_tokens(), estimate.spec.vocab_size, estimate.spec.weight_dtype);
@@ -187,7 +197,7 @@ std::string InGib(int64_t bytes) {
 // How many times the service's bytes on all its ranks the dense logits are.
 double Ratio(const Estimate& estimate, int64_t bytes_a_rank) {
   return static_cast<double>(estimate.dense.TotalBytes()) /
-         (static_cast<double>(bytes_a_rank) * estimate.options.num_ranks);
+         (static_cast<double>(bytes_a_rank) * estimate.all_ranks());
 }
 
 std::string RenderDense(const Estimate& estimate) {
@@ -213,10 +223,12 @@ std::string RenderPlans(const Estimate& estimate) {
     for (const MemoryPlan& plan : estimate.plans) absl::StrAppendFormat(&text, "%16s", cell(plan));
     return text + "\n";
   };
+  const int32_t replicas = estimate.options.num_replicas;
   std::string text =
-      absl::StrFormat("lmhead with the %s backend, %d rank%s, bytes of each\n",
+      absl::StrFormat("lmhead with the %s backend, %d rank%s%s, bytes of each\n",
                       estimate.options.backend == BackendKind::kCuda ? "cuda" : "cpu",
-                      estimate.options.num_ranks, estimate.options.num_ranks == 1 ? "" : "s");
+                      estimate.all_ranks(), estimate.all_ranks() == 1 ? "" : "s",
+                      replicas == 1 ? "" : absl::StrCat(" in ", replicas, " replicas"));
   absl::StrAppend(&text, line("schedule", [](const MemoryPlan& plan) {
     return std::string(ScheduleName(plan.schedule));
   }));
@@ -277,7 +289,8 @@ std::string RenderJson(const Estimate& estimate) {
   const DenseLogits& dense = estimate.dense;
   nlohmann::ordered_json json = {
       {"backend", estimate.options.backend == BackendKind::kCuda ? "cuda" : "cpu"},
-      {"num_ranks", estimate.options.num_ranks},
+      {"num_ranks", estimate.all_ranks()},
+      {"num_replicas", estimate.options.num_replicas},
       {"num_tokens", estimate.num_tokens()},
       {"dense",
        {{"logits_bytes", dense.logits_bytes},

@@ -4,7 +4,8 @@
 // accumulators and the optimizer state, all carved at construction from one arena by the head's
 // MemoryPlan. It knows tensors and streams; it knows nothing of steps, workers, retries or gRPC.
 // CpuBackend and CudaBackend compute, one rank each; ShardGroup makes one backend of the ranks of a
-// head. All pass tests/conformance. Vocabulary ids are those of the whole head, on every rank.
+// head, and of its replicas. All pass tests/conformance. Vocabulary ids are those of the whole
+// head, on every rank.
 //
 // Thread-hostile: every method runs on the owning Executor's thread. Nothing here allocates device
 // memory, nor large host memory, after construction.
@@ -114,8 +115,9 @@ class ComputeBackend {
 
   // Runs forward and backward for one batch and, in mode kHiddenAndWeight, adds its weight gradient
   // to the accumulators. May return before the work is done; calls `done` exactly once, on any
-  // thread, in the order of the calls. Rows with a NaN or an infinity in their hidden states
-  // contribute nothing, get zero gradients and zero outputs, and are counted.
+  // thread. Batches may end in another order than that of the calls. Rows with a NaN or an infinity
+  // in their hidden states contribute nothing, get zero gradients and zero outputs, and are
+  // counted.
   //
   // REQUIRES: sum of rows in [1, plan.batch_tokens]; every target is ignore_index or in
   //     [0, vocab_size); spans are as long as the chunk has rows, or empty.
@@ -123,12 +125,21 @@ class ComputeBackend {
   //     weight is unchanged.
   virtual void ComputeBatch(const BatchInput& input, BatchDone done) = 0;
 
-  // Sum of squares of grad_weight and grad_bias, in double precision. Waits for all batches.
+  // Of a rank with peers: adds their accumulators to its own over the rows that it owns, and zeroes
+  // its others. The sum over the replicas stays what it is, so that the call may be repeated, and
+  // batches may follow. Waits for all batches. A failure leaves the accumulators unusable until
+  // DiscardGradients().
+  virtual absl::Status ReduceGradients() { return absl::OkStatus(); }
+
+  // Sum of squares of grad_weight and grad_bias, in double precision; of a rank with peers over the
+  // rows that it owns. Waits for all batches. REQUIRES: of a rank with peers: no gradient has been
+  // added to any replica since ReduceGradients().
   virtual absl::StatusOr<double> GradSquaredNorm() = 0;
 
   // Applies the head's optimizer once with the accumulated gradient, then zeroes the accumulators.
-  // Waits for all batches. A failure poisons the backend: the weight may be half updated, so this
-  // call and every later one returns the first error.
+  // Peers update the rows that they own, and give one another the new weight. Waits for all
+  // batches. A failure poisons the backend: the weight may be half updated, so this call and every
+  // later one returns the first error. REQUIRES: as GradSquaredNorm().
   virtual absl::Status ApplyUpdate(const OptimizerUpdate& update) = 0;
 
   // Zeroes the accumulators. Waits for all batches. Safe after any failed ComputeBatch().
@@ -145,12 +156,19 @@ class ComputeBackend {
   // (which also sets the master weight), the bias, or one that checkpoints hold. Waits for all
   // batches.
   // REQUIRES: kind is none of the gradients; the rows and columns lie inside the tensor, and of a
-  //     rank inside its range.
+  //     rank inside its range. Of a rank with peers, the rows of a moment are ones that it owns,
+  //     and rows of the master weight that it does not own are left out.
   virtual absl::Status WriteRows(TensorKind kind, int64_t row_start, ConstMatrixView rows) = 0;
 
   // Reads rows of a tensor into `rows`, whose dtype must be TensorDType(kind). Waits for all
-  // batches. FAILED_PRECONDITION for a tensor that this head does not have.
+  // batches. FAILED_PRECONDITION for a tensor that this head does not have. REQUIRES: of a rank
+  // with peers, rows of the master weight and of the moments are ones that it owns.
   virtual absl::Status ReadRows(TensorKind kind, int64_t row_start, MatrixView rows) = 0;
+
+  // OK while the head's state is whole and all of it can be reached. UNAVAILABLE: a rank is away
+  // and may come back, nothing is lost. ABORTED, for good: part of the state is lost. A backend
+  // whose state is all here has nothing to say.
+  virtual absl::Status CheckState() { return absl::OkStatus(); }
 
   // Optimizer updates applied so far; a restored checkpoint sets it.
   virtual int64_t num_updates() const = 0;

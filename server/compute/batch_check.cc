@@ -1,5 +1,6 @@
 #include "server/compute/batch_check.h"
 
+#include <cstddef>
 #include <string>
 #include <vector>
 
@@ -185,6 +186,14 @@ absl::Status CheckTensorRows(const HeadSpec& spec, VocabRange range, int64_t ten
       absl::StrCat("head ", spec.name, ": rows [", row_start, ", ", row_start + rows, ") of ", cols,
                    " columns do not lie inside rows [", range.start, ", ", range.stop, ") of ",
                    tensor_cols, " columns"));
+}
+
+ConstMatrixView ClipRows(ConstMatrixView rows, VocabRange range, int64_t* row_start) {
+  const VocabRange both = Intersection({*row_start, *row_start + rows.rows}, range);
+  const int64_t skipped = (both.start - *row_start) * rows.cols * BytesPerElement(rows.dtype);
+  *row_start = both.start;
+  if (both.size() == 0) return {nullptr, 0, rows.cols, rows.dtype};
+  return {static_cast<const std::byte*>(rows.data) + skipped, both.size(), rows.cols, rows.dtype};
 }
 
 absl::Status CheckGradRows(const HeadSpec& spec, std::span<const int32_t> row_ids,

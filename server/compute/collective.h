@@ -88,11 +88,16 @@ class Collective {
   Collective() = default;
 };
 
-// What a rank's backend needs to know of its place; the default is a head of one rank.
+// What a rank's backend needs to know of its place; the default is a head of one rank. A head may
+// be there several times: each replica is num_ranks ranks with all of its rows. The peers of a rank
+// have the same rows in the other replicas.
 struct RankContext {
-  int32_t rank = 0;
+  int32_t rank = 0;  // Within its replica.
   int32_t num_ranks = 1;
   Collective* collective = nullptr;  // Exactly when num_ranks > 1; outlives the backend.
+  int32_t replica = 0;
+  int32_t num_replicas = 1;
+  Collective* peers = nullptr;  // By replica. Exactly when num_replicas > 1; outlives the backend.
 };
 
 }  // namespace lmhead

@@ -4,7 +4,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "proto/types/check.h"
-#include "proto/types/vocab_range.h"
 #include "server/compute/cpu_batch.h"
 #include "server/compute/cpu_parameters.h"
 #include "server/compute/cpu_products.h"
@@ -17,7 +16,7 @@ class CpuBackend final : public ComputeBackend {
   CpuBackend(const HeadSpec& spec, const MemoryPlan& plan, const RankContext& context,
              std::unique_ptr<HostArena> arena)
       : arena_(std::move(arena)),
-        parameters_(spec, plan, ShardRange(spec, context.num_ranks, context.rank), arena_.get()),
+        parameters_(spec, plan, context, arena_.get()),
         products_(plan, &parameters_, arena_.get()),
         batch_(plan, context, &products_, arena_.get()) {
     arena_->Seal();
@@ -28,6 +27,8 @@ class CpuBackend final : public ComputeBackend {
     auto* const teacher = static_cast<CpuBackend*>(input.teacher);
     done(batch_.Compute(input, teacher != nullptr ? &teacher->products_ : nullptr));
   }
+
+  absl::Status ReduceGradients() override { return parameters_.ReduceGradients(); }
 
   absl::StatusOr<double> GradSquaredNorm() override { return parameters_.GradSquaredNorm(); }
 
@@ -71,7 +72,11 @@ absl::StatusOr<std::unique_ptr<ComputeBackend>> CreateCpuBackend(const HeadSpec&
                                                                  const RankContext& context) {
   LMHEAD_CHECK(plan.num_ranks == context.num_ranks,
                absl::StrCat("a plan of ", plan.num_ranks, " ranks for ", context.num_ranks));
+  LMHEAD_CHECK(
+      plan.num_replicas == context.num_replicas,
+      absl::StrCat("a plan of ", plan.num_replicas, " replicas for ", context.num_replicas));
   LMHEAD_CHECK((context.collective != nullptr) == (context.num_ranks > 1), spec.name);
+  LMHEAD_CHECK((context.peers != nullptr) == (context.num_replicas > 1), spec.name);
   absl::StatusOr<std::unique_ptr<HostArena>> arena = HostArena::Create(plan, account);
   if (!arena.ok()) return arena.status();
   return std::make_unique<CpuBackend>(spec, plan, context, *std::move(arena));

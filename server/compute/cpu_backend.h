@@ -28,8 +28,8 @@ namespace lmhead {
 // when it says nothing) and its bias with zeros. ComputeBatch of the result runs to its end before
 // it returns. RESOURCE_EXHAUSTED when the system has no room for the plan. `account` must outlive
 // the backend.
-// REQUIRES: spec is validated; plan is spec's plan for BackendKind::kCpu and context.num_ranks
-//     ranks; the collective's memory is the host's.
+// REQUIRES: spec is validated; plan is spec's plan for BackendKind::kCpu, context.num_ranks ranks
+//     and context.num_replicas replicas; the collectives' memory is the host's.
 absl::StatusOr<std::unique_ptr<ComputeBackend>> CreateCpuBackend(const HeadSpec& spec,
                                                                  const MemoryPlan& plan,
                                                                  MemoryAccount* account,

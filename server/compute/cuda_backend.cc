@@ -30,6 +30,18 @@ constexpr int kComputeCapabilityMin = 8;
 // Host memory of a collective that is staged: arrays longer than that go in pieces.
 constexpr int64_t kStagingBytesMin = int64_t{16} << 20;
 
+// `given` in device memory, by way of `staged` where it is in host memory; null for a group of one.
+absl::Status OnDevice(Collective* given, int64_t staging_bytes, std::unique_ptr<Collective>* staged,
+                      Collective** on_device) {
+  *on_device = given;
+  if (given == nullptr || given->memory() == Collective::Memory::kDevice) return absl::OkStatus();
+  auto made = StageOnHost(given, staging_bytes);
+  if (!made.ok()) return made.status();
+  *staged = *std::move(made);
+  *on_device = staged->get();
+  return absl::OkStatus();
+}
+
 class CudaBackend final : public ComputeBackend {
  public:
   CudaBackend(const HeadSpec& spec, const MemoryPlan& plan, int device, const RankContext& context)
@@ -43,6 +55,7 @@ class CudaBackend final : public ComputeBackend {
   absl::Status Init(MemoryAccount* account);
 
   void ComputeBatch(const BatchInput& input, BatchDone done) override;
+  absl::Status ReduceGradients() override;
   absl::StatusOr<double> GradSquaredNorm() override;
   absl::Status ApplyUpdate(const OptimizerUpdate& update) override;
   absl::Status DiscardGradients() override;
@@ -104,18 +117,10 @@ absl::Status CudaBackend::Init(MemoryAccount* account) {
 absl::Status CudaBackend::InitExchange() {
   LMHEAD_RETURN_IF_CUDA_ERROR(
       cudaEventCreateWithFlags(&head_.grad_hidden_free, cudaEventDisableTiming));
-  Collective* const collective = head_.ranks.collective;
-  if (collective == nullptr) return absl::OkStatus();
-  if (collective->memory() == Collective::Memory::kDevice) {
-    head_.collective = collective;
-    return absl::OkStatus();
-  }
   const int64_t gathered = (head_.ranks.num_ranks + 1) * CudaExchangedBytes(head_.spec, head_.plan);
-  auto staged = StageOnHost(collective, std::max(gathered, kStagingBytesMin));
-  if (!staged.ok()) return staged.status();
-  head_.staged = *std::move(staged);
-  head_.collective = head_.staged.get();
-  return absl::OkStatus();
+  LMHEAD_RETURN_IF_ERROR(OnDevice(head_.ranks.collective, std::max(gathered, kStagingBytesMin),
+                                  &head_.staged, &head_.collective));
+  return OnDevice(head_.ranks.peers, kStagingBytesMin, &head_.staged_peers, &head_.peers);
 }
 
 // Full batches first, then halves of them, as long as it pays.
@@ -227,8 +232,8 @@ absl::Status CudaBackend::LaunchPass(CudaPass* pass) {
 
 // A failure is fatal, unless it is that of the group of ranks: that one can be connected anew.
 absl::Status CudaBackend::CheckOutcome(const absl::Status& status) {
-  if (!status.ok() && head_.collective != nullptr && !head_.collective->Check().ok()) {
-    return status;
+  for (Collective* const collective : {head_.collective, head_.peers}) {
+    if (!status.ok() && collective != nullptr && !collective->Check().ok()) return status;
   }
   return first_error_.Check(status);
 }
@@ -241,6 +246,12 @@ absl::Status CudaBackend::WaitForBatches() {
 }
 
 // --- Parameters --------------------------------------------------------------------------------
+
+absl::Status CudaBackend::ReduceGradients() {
+  if (!head_.spec.trainable || head_.peers == nullptr) return absl::OkStatus();
+  LMHEAD_RETURN_IF_ERROR(WaitForBatches());
+  return CheckOutcome(parameters_.ReduceGradients());
+}
 
 absl::StatusOr<double> CudaBackend::GradSquaredNorm() {
   LMHEAD_RETURN_IF_ERROR(WaitForBatches());
@@ -279,6 +290,10 @@ absl::Status CudaBackend::WriteRows(TensorKind kind, int64_t row_start, ConstMat
   if (kind == TensorKind::kGradWeight || kind == TensorKind::kGradBias) {
     return absl::InvalidArgumentError(
         absl::StrCat("head ", head_.spec.name, ": gradients are added to, not written"));
+  }
+  if (kind == TensorKind::kMasterWeight && head_.buffers.master_weight != nullptr) {
+    rows = ClipRows(rows, head_.owned, &row_start);
+    if (rows.rows == 0) return absl::OkStatus();
   }
   const auto tensor = parameters_.Rows(kind, row_start, rows.rows, rows.cols);
   if (!tensor.ok()) return tensor.status();

@@ -37,15 +37,18 @@ struct CudaHead {
   const int device;
   const RankContext ranks;
   const VocabRange range;  // The rows that are here; may be empty.
+  const VocabRange owned;  // Those of them whose optimizer state is here; without peers all.
 
   std::unique_ptr<DeviceArena> arena = nullptr;
   CudaBuffers buffers = {};
   CudaStreams streams = {};
   std::unique_ptr<HeadGemm> gemm = nullptr;
   std::unique_ptr<Collective> staged =
-      nullptr;                             // Over ranks.collective, if that is in host memory.
-  Collective* collective = nullptr;        // In device memory; null for one rank.
-  cudaEvent_t grad_hidden_free = nullptr;  // The last batch's has been reduced.
+      nullptr;                       // Over ranks.collective, if that is in host memory.
+  Collective* collective = nullptr;  // In device memory; null for one rank.
+  std::unique_ptr<Collective> staged_peers = nullptr;  // Likewise over ranks.peers,
+  Collective* peers = nullptr;                         // and of those; null without replicas.
+  cudaEvent_t grad_hidden_free = nullptr;              // The last batch's has been reduced.
 
   CudaHead(const HeadSpec& head_spec, const MemoryPlan& head_plan, int on_device,
            const RankContext& context)
@@ -53,7 +56,8 @@ struct CudaHead {
         plan(head_plan),
         device(on_device),
         ranks(context),
-        range(ShardRange(head_spec, context.num_ranks, context.rank)) {}
+        range(ShardRange(head_spec, context.num_ranks, context.rank)),
+        owned(OwnedRange(range, context.num_replicas, context.replica)) {}
   ~CudaHead() {
     if (grad_hidden_free != nullptr) cudaEventDestroy(grad_hidden_free);
   }
@@ -70,6 +74,7 @@ struct CudaHead {
   }
 
   int64_t weight_count() const { return range.size() * spec.hidden_size; }
+  int64_t owned_offset() const { return owned.start - range.start; }  // In rows.
 
   // The weight's row of a vocabulary id.
   void* WeightAt(int64_t id) const {

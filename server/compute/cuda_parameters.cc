@@ -13,6 +13,7 @@
 #include "kernels/squared_norm.h"
 #include "server/compute/batch_check.h"
 #include "server/compute/cuda_status.h"
+#include "server/compute/replica_exchange.h"
 
 namespace lmhead {
 namespace {
@@ -78,6 +79,27 @@ absl::Status CudaParameters::ZeroGradients() {
   return Synchronize();
 }
 
+absl::Status CudaParameters::ReduceGradients() {
+  LMHEAD_RETURN_IF_ERROR(ReduceOne(head_.buffers.weight_state.grad, head_.spec.hidden_size));
+  if (head_.spec.has_bias) LMHEAD_RETURN_IF_ERROR(ReduceOne(head_.buffers.bias_state.grad, 1));
+  LMHEAD_RETURN_IF_ERROR(Synchronize());
+  return head_.peers->Check();
+}
+
+absl::Status CudaParameters::ReduceOne(float* grad, int64_t cols) {
+  LMHEAD_RETURN_IF_ERROR(
+      ReduceToOwners(head_.peers, head_.range, grad, cols, head_.streams.compute));
+  absl::Status status;
+  ForEachNotOwned(head_.range, head_.owned, [&](VocabRange rows) {
+    status.Update(
+        CudaStatus(cudaMemsetAsync(grad + (rows.start - head_.range.start) * cols, 0,
+                                   static_cast<size_t>(rows.size() * cols) * sizeof(float),
+                                   head_.streams.compute),
+                   "zeroing gradients"));
+  });
+  return status;
+}
+
 absl::StatusOr<double> CudaParameters::GradSquaredNorm() {
   double norm = 0.0;
   if (!head_.spec.trainable) return norm;
@@ -87,9 +109,13 @@ absl::StatusOr<double> CudaParameters::GradSquaredNorm() {
                                                  buffers.norm, head_.streams.compute),
                       "squared_norm");
   };
-  LMHEAD_RETURN_IF_ERROR(add(buffers.weight_state.grad, head_.weight_count(), /*to_sum=*/false));
+  const int64_t offset = head_.owned_offset();
+  const int64_t hidden_size = head_.spec.hidden_size;
+  LMHEAD_RETURN_IF_ERROR(add(buffers.weight_state.grad + offset * hidden_size,
+                             head_.owned.size() * hidden_size, /*to_sum=*/false));
   if (head_.spec.has_bias) {
-    LMHEAD_RETURN_IF_ERROR(add(buffers.bias_state.grad, head_.range.size(), /*to_sum=*/true));
+    LMHEAD_RETURN_IF_ERROR(
+        add(buffers.bias_state.grad + offset, head_.owned.size(), /*to_sum=*/true));
   }
   LMHEAD_RETURN_IF_CUDA_ERROR(cudaMemcpyAsync(&norm, buffers.norm, sizeof(double),
                                               cudaMemcpyDeviceToHost, head_.streams.compute));
@@ -101,16 +127,40 @@ absl::Status CudaParameters::Update(const OptimizerUpdate& update, int64_t updat
   const CudaBuffers& buffers = head_.buffers;
   const OptimizerSpec& optimizer = head_.spec.optimizer;
   const bool rounded = buffers.master_weight != nullptr;
-  float* const weight = rounded ? buffers.master_weight : static_cast<float*>(buffers.weight);
-  LMHEAD_RETURN_IF_ERROR(UpdateOne(buffers.weight_state, weight, head_.weight_count(),
-                                   rounded ? buffers.weight : nullptr, optimizer.weight_decay,
-                                   update, update_number));
+  const int64_t hidden_size = head_.spec.hidden_size;
+  const int64_t offset = head_.owned_offset();
+  const int64_t count = head_.owned.size();
+  void* const weight = head_.WeightAt(head_.owned.start);
+  CudaParameter state = buffers.weight_state;
+  state.grad += offset * hidden_size;
+  LMHEAD_RETURN_IF_ERROR(UpdateOne(
+      state, rounded ? buffers.master_weight : static_cast<float*>(weight), count * hidden_size,
+      rounded ? weight : nullptr, optimizer.weight_decay, update, update_number));
   if (head_.spec.has_bias) {
     const double decay = optimizer.decay_bias ? optimizer.weight_decay : 0.0;
-    LMHEAD_RETURN_IF_ERROR(UpdateOne(buffers.bias_state, buffers.bias, head_.range.size(),
-                                     buffers.rounded_bias, decay, update, update_number));
+    state = buffers.bias_state;
+    state.grad += offset;
+    auto* const rounded_bias = static_cast<uint16_t*>(buffers.rounded_bias);
+    LMHEAD_RETURN_IF_ERROR(UpdateOne(state, buffers.bias + offset, count,
+                                     rounded_bias == nullptr ? nullptr : rounded_bias + offset,
+                                     decay, update, update_number));
   }
-  return Synchronize();
+  if (head_.peers != nullptr) LMHEAD_RETURN_IF_ERROR(BroadcastWeight());
+  LMHEAD_RETURN_IF_ERROR(Synchronize());
+  return head_.peers != nullptr ? head_.peers->Check() : absl::OkStatus();
+}
+
+absl::Status CudaParameters::BroadcastWeight() {
+  const CudaBuffers& buffers = head_.buffers;
+  const int64_t weight_bytes = BytesPerElement(head_.spec.weight_dtype);
+  const auto broadcast = [this](void* data, int64_t row_bytes) {
+    return BroadcastFromOwners(head_.peers, head_.range, data, row_bytes, head_.streams.compute);
+  };
+  LMHEAD_RETURN_IF_ERROR(broadcast(buffers.weight, head_.spec.hidden_size * weight_bytes));
+  if (!head_.spec.has_bias) return absl::OkStatus();
+  LMHEAD_RETURN_IF_ERROR(broadcast(buffers.bias, sizeof(float)));
+  return buffers.rounded_bias == nullptr ? absl::OkStatus()
+                                         : broadcast(buffers.rounded_bias, weight_bytes);
 }
 
 absl::Status CudaParameters::UpdateOne(const CudaParameter& state, float* parameter, int64_t count,
@@ -175,61 +225,57 @@ absl::Status CudaParameters::AddGradBlock(std::span<const int32_t> local_ids, co
 
 // --- Tensors -----------------------------------------------------------------------------------
 
-absl::StatusOr<MatrixView> CudaParameters::Tensor(TensorKind kind) const {
+absl::StatusOr<CudaParameters::Tensor> CudaParameters::FindTensor(TensorKind kind) const {
   const HeadSpec& spec = head_.spec;
   const CudaBuffers& buffers = head_.buffers;
-  if (IsOfBias(kind) && !spec.has_bias) {
+  const bool of_bias = IsOfBias(kind);
+  if (of_bias && !spec.has_bias) {
     return absl::FailedPreconditionError(absl::StrCat("head ", spec.name, " has no bias"));
   }
-  MatrixView view{buffers.weight, head_.range.size(), spec.hidden_size, spec.weight_dtype};
-  if (IsOfBias(kind)) view = {buffers.bias, head_.range.size(), 1, DType::kFloat32};
-  if (kind == TensorKind::kWeight || kind == TensorKind::kBias) return view;
+  MatrixView whole{buffers.weight, head_.range.size(), spec.hidden_size, spec.weight_dtype};
+  if (of_bias) whole = {buffers.bias, head_.range.size(), 1, DType::kFloat32};
+  if (kind == TensorKind::kWeight || kind == TensorKind::kBias) return Tensor{whole, head_.range};
   if (!spec.trainable) {
     return absl::FailedPreconditionError(
         absl::StrCat("head ", spec.name,
                      " is not trainable: it has no gradients, master weight or optimizer state"));
   }
-  view.dtype = DType::kFloat32;
-  const CudaParameter& state = IsOfBias(kind) ? buffers.bias_state : buffers.weight_state;
-  switch (kind) {
-    case TensorKind::kGradWeight:
-    case TensorKind::kGradBias:
-      view.data = state.grad;
-      break;
-    case TensorKind::kMasterWeight:
-      if (buffers.master_weight != nullptr) view.data = buffers.master_weight;
-      break;
-    case TensorKind::kWeightExpAvg:
-    case TensorKind::kBiasExpAvg:
-      view.data = state.exp_avg;
-      break;
-    default:
-      view.data = state.exp_avg_sq;
+  const CudaParameter& state = of_bias ? buffers.bias_state : buffers.weight_state;
+  if (kind == TensorKind::kGradWeight || kind == TensorKind::kGradBias) {
+    return Tensor{{state.grad, whole.rows, whole.cols, DType::kFloat32}, head_.range};
   }
-  if (view.data != nullptr || head_.range.size() == 0) return view;
+  // The master weight of a float32 head is its weight.
+  if (kind == TensorKind::kMasterWeight && buffers.master_weight == nullptr) {
+    return Tensor{whole, head_.range};
+  }
+  const bool first = kind == TensorKind::kWeightExpAvg || kind == TensorKind::kBiasExpAvg;
+  float* const moment = first ? state.exp_avg : state.exp_avg_sq;
+  float* const data = kind == TensorKind::kMasterWeight ? buffers.master_weight : moment;
+  if (data != nullptr || head_.range.size() == 0) {
+    return Tensor{{data, head_.owned.size(), whole.cols, DType::kFloat32}, head_.owned};
+  }
   return absl::FailedPreconditionError(
       absl::StrCat("head ", spec.name, ": its optimizer keeps no such state"));
 }
 
 absl::StatusOr<MatrixView> CudaParameters::Rows(TensorKind kind, int64_t row_start, int64_t rows,
                                                 int64_t cols) const {
-  absl::StatusOr<MatrixView> tensor = Tensor(kind);
-  if (!tensor.ok()) return tensor;
+  absl::StatusOr<Tensor> tensor = FindTensor(kind);
+  if (!tensor.ok()) return tensor.status();
   LMHEAD_RETURN_IF_ERROR(
-      CheckTensorRows(head_.spec, head_.range, tensor->cols, row_start, rows, cols));
-  return PartOf(*tensor, row_start - head_.range.start, rows);
+      CheckTensorRows(head_.spec, tensor->range, tensor->rows.cols, row_start, rows, cols));
+  return PartOf(tensor->rows, row_start - tensor->range.start, rows);
 }
 
 // The same rows in the other dtype, where the head has them: the master weight, the rounded bias.
-MatrixView CudaParameters::Twin(TensorKind kind, int64_t row_start) const {
-  const int64_t local = row_start - head_.range.start;
-  if (kind == TensorKind::kWeight && head_.buffers.master_weight != nullptr) {
-    return {head_.buffers.master_weight + local * head_.spec.hidden_size, 0, head_.spec.hidden_size,
-            DType::kFloat32};
+CudaParameters::Tensor CudaParameters::Twin(TensorKind kind) const {
+  const CudaBuffers& buffers = head_.buffers;
+  if (kind == TensorKind::kWeight && buffers.master_weight != nullptr) {
+    return {{buffers.master_weight, head_.owned.size(), head_.spec.hidden_size, DType::kFloat32},
+            head_.owned};
   }
-  if (kind == TensorKind::kBias && head_.buffers.rounded_bias != nullptr) {
-    return {static_cast<uint16_t*>(head_.buffers.rounded_bias) + local, 0, 1,
-            head_.spec.weight_dtype};
+  if (kind == TensorKind::kBias && buffers.rounded_bias != nullptr) {
+    return {{buffers.rounded_bias, head_.range.size(), 1, head_.spec.weight_dtype}, head_.range};
   }
   return {};
 }
@@ -239,7 +285,7 @@ absl::Status CudaParameters::CopyIn(TensorKind kind, int64_t row_start, ConstMat
                                     MatrixView tensor) {
   void* const staging = head_.buffers.batches[0].rows;
   cudaStream_t const stream = head_.streams.compute;
-  const MatrixView twin = Twin(kind, row_start);
+  const Tensor twin = Twin(kind);
   const int64_t block_rows = head_.plan.batch_tokens;
   const int64_t from_row_bytes = rows.cols * BytesPerElement(rows.dtype);
   for (int64_t start = 0; start < rows.rows; start += block_rows) {
@@ -249,8 +295,11 @@ absl::Status CudaParameters::CopyIn(TensorKind kind, int64_t row_start, ConstMat
         static_cast<size_t>(count * from_row_bytes), cudaMemcpyHostToDevice, stream));
     const ConstMatrixView from = {staging, count, rows.cols, rows.dtype};
     LMHEAD_RETURN_IF_CUDA_ERROR(kernels::LaunchConvert(from, PartOf(tensor, start, count), stream));
-    if (twin.data == nullptr) continue;
-    LMHEAD_RETURN_IF_CUDA_ERROR(kernels::LaunchConvert(from, PartOf(twin, start, count), stream));
+    int64_t twin_start = row_start + start;
+    const ConstMatrixView twin_from = ClipRows(from, twin.range, &twin_start);
+    if (twin_from.rows == 0) continue;
+    const MatrixView twin_rows = PartOf(twin.rows, twin_start - twin.range.start, twin_from.rows);
+    LMHEAD_RETURN_IF_CUDA_ERROR(kernels::LaunchConvert(twin_from, twin_rows, stream));
   }
   return Synchronize();
 }

@@ -27,6 +27,9 @@ class CudaParameters {
   absl::Status ZeroWeight();
   absl::Status ZeroGradients();
 
+  // REQUIRES: the head is trainable and has peers.
+  absl::Status ReduceGradients();
+
   absl::StatusOr<double> GradSquaredNorm();
 
   // The update_number-th update, 1-based. REQUIRES: the head has an optimizer.
@@ -46,8 +49,15 @@ class CudaParameters {
   absl::Status CopyOut(MatrixView tensor, MatrixView rows);
 
  private:
-  absl::StatusOr<MatrixView> Tensor(TensorKind kind) const;
-  MatrixView Twin(TensorKind kind, int64_t row_start) const;
+  // Rows of a tensor that are here, and their ids.
+  struct Tensor {
+    MatrixView rows;
+    VocabRange range;
+  };
+  absl::StatusOr<Tensor> FindTensor(TensorKind kind) const;
+  Tensor Twin(TensorKind kind) const;
+  absl::Status ReduceOne(float* grad, int64_t cols);
+  absl::Status BroadcastWeight();
   absl::Status UpdateOne(const CudaParameter& state, float* parameter, int64_t count, void* rounded,
                          double weight_decay, const OptimizerUpdate& update, int64_t update_number);
   absl::Status AddGradBlock(std::span<const int32_t> local_ids, const float* rows,

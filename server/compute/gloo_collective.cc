@@ -49,7 +49,7 @@ std::string AddressKey(int32_t rank) { return absl::StrCat("gloo_address_", rank
 
 class GlooCollective final : public Collective {
  public:
-  GlooCollective(int32_t rank, int32_t size, absl::Duration timeout,
+  GlooCollective(int32_t rank, int32_t size, const GlooOptions& options,
                  std::shared_ptr<gloo::transport::Device> device);
   ~GlooCollective() override;
 
@@ -115,10 +115,12 @@ class GlooCollective final : public Collective {
   absl::Status Fail(int32_t peer, const char* what, const std::string& how);
   void ClosePairs(gloo::transport::Context* context);
   std::string Late(int32_t peer) const;
+  std::string Name(int32_t peer) const;  // "rank 3"
 
   const int32_t rank_;
   const int32_t size_;
   const absl::Duration timeout_;
+  const std::vector<int32_t> names_;
   const std::shared_ptr<gloo::transport::Device> device_;
   std::vector<std::byte> pieces_;  // [size, kPieceBytes]
   uint64_t sequence_ = 0;          // Of rounds; the same on every rank.
@@ -135,11 +137,12 @@ class GlooCollective final : public Collective {
   std::thread watch_;  // Last: starts when everything else is there.
 };
 
-GlooCollective::GlooCollective(int32_t rank, int32_t size, absl::Duration timeout,
+GlooCollective::GlooCollective(int32_t rank, int32_t size, const GlooOptions& options,
                                std::shared_ptr<gloo::transport::Device> device)
     : rank_(rank),
       size_(size),
-      timeout_(timeout),
+      timeout_(options.timeout),
+      names_(options.names),
       device_(std::move(device)),
       pieces_(static_cast<size_t>(size * kPieceBytes)),
       watch_([this] { WatchDeadlines(); }) {}
@@ -224,7 +227,11 @@ absl::Status GlooCollective::ConnectPairs(RendezvousStore* store, absl::Time dea
 }
 
 std::string GlooCollective::Late(int32_t peer) const {
-  return absl::StrCat("rank ", peer, " did not connect within ", absl::FormatDuration(timeout_));
+  return absl::StrCat(Name(peer), " did not connect within ", absl::FormatDuration(timeout_));
+}
+
+std::string GlooCollective::Name(int32_t peer) const {
+  return absl::StrCat("rank ", names_.empty() ? peer : names_[peer]);
 }
 
 // Connections end in any state by Abort() and, when the deadline passes, by the watch.
@@ -251,7 +258,7 @@ absl::Status GlooCollective::ConnectPair(int32_t peer, const std::string& addres
   if (!state_.ok()) return state_;
   if (late_) return absl::DeadlineExceededError(Late(peer));
   if (error.empty()) return absl::OkStatus();
-  return absl::UnavailableError(absl::StrCat("cannot connect to rank ", peer, ": ", error));
+  return absl::UnavailableError(absl::StrCat("cannot connect to ", Name(peer), ": ", error));
 }
 
 // --- Waiting and ending ------------------------------------------------------------------------
@@ -329,9 +336,9 @@ absl::Status GlooCollective::Fail(int32_t peer, const char* what, const std::str
   if (!state_.ok()) return state_;
   if (late_) {
     state_ = absl::DeadlineExceededError(absl::StrCat(
-        "rank ", peer, " has not answered for ", absl::FormatDuration(timeout_), " in ", what));
+        Name(peer), " has not answered for ", absl::FormatDuration(timeout_), " in ", what));
   } else {
-    state_ = absl::UnavailableError(absl::StrCat("rank ", peer, " was lost in ", what, ": ", how));
+    state_ = absl::UnavailableError(absl::StrCat(Name(peer), " was lost in ", what, ": ", how));
   }
   return state_;
 }
@@ -466,11 +473,13 @@ absl::Status GlooCollective::SumBlock(T* data, int64_t count, int32_t root) {
 absl::StatusOr<std::unique_ptr<Collective>> CreateGlooCollective(int32_t rank, int32_t size,
                                                                  const GlooOptions& options) {
   LMHEAD_CHECK(size >= 2 && rank >= 0 && rank < size, absl::StrCat("rank ", rank, " of ", size));
+  LMHEAD_CHECK(options.names.empty() || options.names.size() == static_cast<size_t>(size),
+               absl::StrCat(options.names.size(), " names"));
   IgnoreBrokenPipes();
   try {
     gloo::transport::tcp::attr attributes;
     attributes.hostname = options.host;
-    return std::make_unique<GlooCollective>(rank, size, options.timeout,
+    return std::make_unique<GlooCollective>(rank, size, options,
                                             gloo::transport::tcp::CreateDevice(attributes));
   } catch (const std::exception& error) {
     return absl::UnavailableError(absl::StrCat("'", options.host,

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
@@ -22,6 +23,8 @@ struct GlooOptions {
   std::string host = "127.0.0.1";
   // Longest wait for another rank in one call, and for it to connect.
   absl::Duration timeout = absl::Seconds(30);
+  // What errors call the ranks, in their order; empty: by their numbers here.
+  std::vector<int32_t> names;
 };
 
 // One rank's end of a group, not connected yet. Holds size x 256 KiB of host memory for sums.

@@ -6,6 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/notification.h"
+#include "server/compute/rendezvous.h"
 
 namespace lmhead {
 namespace {
@@ -16,16 +17,30 @@ uint64_t RandomSession() {
   return id == 0 ? 1 : id;
 }
 
+RankContext ContextOf(const LocalRank::Collectives& collectives) {
+  RankContext context = {.collective = collectives.shards.get(), .peers = collectives.peers.get()};
+  if (context.collective != nullptr) {
+    context.rank = context.collective->rank();
+    context.num_ranks = context.collective->size();
+  }
+  if (context.peers != nullptr) {
+    context.replica = context.peers->rank();
+    context.num_replicas = context.peers->size();
+  }
+  return context;
+}
+
 }  // namespace
 
-LocalRank::LocalRank(std::unique_ptr<Collective> collective, RankBackendFactory make_backend)
-    : collective_(std::move(collective)),
+LocalRank::LocalRank(Collectives collectives, RankBackendFactory make_backend)
+    : collectives_(std::move(collectives)),
+      context_(ContextOf(collectives_)),
       make_backend_(std::move(make_backend)),
       session_(RandomSession()),
       thread_([this] { Loop(); }) {}
 
 LocalRank::~LocalRank() {
-  collective_->Abort(absl::CancelledError("the rank ends"));
+  Abort(absl::CancelledError("the rank ends"));
   {
     absl::MutexLock lock(&mu_);
     stopping_ = true;
@@ -59,8 +74,7 @@ void LocalRank::Post(std::function<void()> work) {
 absl::StatusOr<ComputeBackend*> LocalRank::Find(HeadId head) const {
   const auto found = heads_.find(head);
   if (found != heads_.end()) return found->second.get();
-  return absl::NotFoundError(
-      absl::StrCat("rank ", collective_->rank(), " has no shard of head number ", head));
+  return absl::NotFoundError(absl::StrCat("it has no shard of head number ", head));
 }
 
 void LocalRank::PostCall(HeadId head, std::function<absl::Status(ComputeBackend&)> call,
@@ -72,18 +86,28 @@ void LocalRank::PostCall(HeadId head, std::function<absl::Status(ComputeBackend&
 }
 
 void LocalRank::Connect(uint64_t generation, RendezvousStore* store, Done done) {
-  Post([this, store, done = std::move(done)] { done(collective_->Connect(store)); });
+  Post([this, store, done = std::move(done)] { done(ConnectAll(store)); });
 }
 
-void LocalRank::Abort(const absl::Status& reason) { collective_->Abort(reason); }
+absl::Status LocalRank::ConnectAll(RendezvousStore* store) {
+  if (context_.collective != nullptr) {
+    PrefixedStore of_replica(store, absl::StrCat("replica_", context_.replica, "/"));
+    absl::Status status = context_.collective->Connect(&of_replica);
+    if (!status.ok()) return status;
+  }
+  if (context_.peers == nullptr) return absl::OkStatus();
+  PrefixedStore of_peers(store, absl::StrCat("peers_", context_.rank, "/"));
+  return context_.peers->Connect(&of_peers);
+}
+
+void LocalRank::Abort(const absl::Status& reason) {
+  if (context_.collective != nullptr) context_.collective->Abort(reason);
+  if (context_.peers != nullptr) context_.peers->Abort(reason);
+}
 
 void LocalRank::CreateHead(HeadId head, const HeadSpec& spec, const MemoryPlan& plan, Done done) {
   Post([this, head, spec, plan, done = std::move(done)] {
-    absl::StatusOr<std::unique_ptr<ComputeBackend>> backend =
-        make_backend_(spec, plan,
-                      {.rank = collective_->rank(),
-                       .num_ranks = collective_->size(),
-                       .collective = collective_.get()});
+    absl::StatusOr<std::unique_ptr<ComputeBackend>> backend = make_backend_(spec, plan, context_);
     const absl::Status status = backend.status();
     if (backend.ok()) heads_[head] = *std::move(backend);
     done(status);
@@ -121,6 +145,11 @@ void LocalRank::ComputeBatch(HeadId head, HeadId teacher, const BatchInput& inpu
     }
     (*backend)->ComputeBatch(batch, std::move(done));
   });
+}
+
+void LocalRank::ReduceGradients(HeadId head, Done done) {
+  PostCall(
+      head, [](ComputeBackend& backend) { return backend.ReduceGradients(); }, std::move(done));
 }
 
 void LocalRank::GradSquaredNorm(HeadId head, SumDone done) {

@@ -1,4 +1,4 @@
-// A rank of this process: a thread, its end of the collective, and its shards.
+// A rank of this process: a thread, its ends of the collectives, and its shards.
 
 #ifndef LMHEAD_SERVER_COMPUTE_LOCAL_RANK_H_
 #define LMHEAD_SERVER_COMPUTE_LOCAL_RANK_H_
@@ -20,9 +20,15 @@ namespace lmhead {
 // Calls return at once; what they ask for runs on the rank's thread. Thread-safe.
 class LocalRank final : public Rank {
  public:
-  // `collective` knows rank and size and is not connected yet.
-  LocalRank(std::unique_ptr<Collective> collective, RankBackendFactory make_backend);
-  ~LocalRank() override;  // Aborts the collective, answers what is queued, ends the thread.
+  // The ranks of the replica, and the peers in the other replicas (RankContext): they know rank and
+  // size and are not connected yet. Null for a group of one.
+  struct Collectives {
+    std::unique_ptr<Collective> shards;
+    std::unique_ptr<Collective> peers;
+  };
+
+  LocalRank(Collectives collectives, RankBackendFactory make_backend);
+  ~LocalRank() override;  // Aborts the collectives, answers what is queued, ends the thread.
 
   void Connect(uint64_t generation, RendezvousStore* store, Done done) override;
   void Abort(const absl::Status& reason) override;
@@ -31,6 +37,7 @@ class LocalRank final : public Rank {
   void DestroyHead(HeadId head, Done done) override;
   void ComputeBatch(HeadId head, HeadId teacher, const BatchInput& input,
                     ComputeBackend::BatchDone done) override;
+  void ReduceGradients(HeadId head, Done done) override;
   void GradSquaredNorm(HeadId head, SumDone done) override;
   void ApplyUpdate(HeadId head, const OptimizerUpdate& update, Done done) override;
   void DiscardGradients(HeadId head, Done done) override;
@@ -49,9 +56,11 @@ class LocalRank final : public Rank {
   void Post(std::function<void()> work);
   void PostCall(HeadId head, std::function<absl::Status(ComputeBackend&)> call, Done done);
   void Loop();
-  absl::StatusOr<ComputeBackend*> Find(HeadId head) const;  // On the rank's thread.
+  absl::Status ConnectAll(RendezvousStore* store);  // On the rank's thread, like the next.
+  absl::StatusOr<ComputeBackend*> Find(HeadId head) const;
 
-  const std::unique_ptr<Collective> collective_;
+  const Collectives collectives_;
+  const RankContext context_;
   const RankBackendFactory make_backend_;
   const uint64_t session_;                                   // Random.
   std::map<HeadId, std::unique_ptr<ComputeBackend>> heads_;  // The rank's thread's.

@@ -15,6 +15,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
@@ -25,6 +26,8 @@ namespace lmhead {
 struct NcclOptions {
   int device = 0;  // Of this rank; NCCL takes no device twice.
   absl::Duration timeout = absl::Seconds(30);
+  // What errors call the ranks, in their order; empty: by their numbers here.
+  std::vector<int32_t> names;
 };
 
 // Whether the library is there and usable; if not, *why_not is one sentence for the user.

@@ -1,6 +1,6 @@
 // One rank of a shard group, as the one who drives it sees it.
 //
-// A rank is a place (a thread, its device and its end of the collective) that holds a shard of
+// A rank is a place (a thread, its device and its ends of the collectives) that holds a shard of
 // every head. LocalRank is one of this process; RemoteRank (server/shard) is one of a follower,
 // which runs a LocalRank of its own. Calls are queued and run in their order, one at a time; each
 // answers exactly once, on any thread, in bounded time: a rank that is gone answers with the
@@ -39,11 +39,11 @@ class Rank {
 
   virtual ~Rank() = default;
 
-  // Connects the rank's end of the collective. The group's generation is for logs and for ranks
+  // Connects the rank's ends of its collectives. The group's generation is for logs and for ranks
   // elsewhere, which find the store by it.
   virtual void Connect(uint64_t generation, RendezvousStore* store, Done done) = 0;
 
-  // Ends the collective with a reason; pending calls that wait in it fail. Any thread; does not
+  // Ends the collectives with a reason; pending calls that wait in one fail. Any thread; does not
   // block.
   virtual void Abort(const absl::Status& reason) = 0;
 
@@ -56,11 +56,14 @@ class Rank {
   virtual void CreateHead(HeadId head, const HeadSpec& spec, const MemoryPlan& plan, Done done) = 0;
   virtual void DestroyHead(HeadId head, Done done) = 0;
 
-  // `teacher` takes the place of input.teacher.
+  // `teacher` takes the place of input.teacher. A rank whose chunks have no hidden states gets them
+  // by a broadcast; one that has them, and pointers for the outputs, may be in a follower.
   virtual void ComputeBatch(HeadId head, HeadId teacher, const BatchInput& input,
                             ComputeBackend::BatchDone done) = 0;
 
-  // Sum over the rank's rows.
+  virtual void ReduceGradients(HeadId head, Done done) = 0;
+
+  // Sum over the rows that the rank owns.
   virtual void GradSquaredNorm(HeadId head, SumDone done) = 0;
   virtual void ApplyUpdate(HeadId head, const OptimizerUpdate& update, Done done) = 0;
   virtual void DiscardGradients(HeadId head, Done done) = 0;

@@ -1,5 +1,6 @@
 #include "server/compute/rank_pool.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -9,8 +10,10 @@
 namespace lmhead {
 
 RankPool::RankPool(std::vector<std::unique_ptr<Rank>> ranks, const Options& options)
-    : ranks_(std::move(ranks)), options_(options) {
+    : ranks_(std::move(ranks)), options_(options), loads_(options.num_replicas) {
   LMHEAD_CHECK(ranks_.size() >= 2, absl::StrCat("got ", ranks_.size(), " ranks"));
+  LMHEAD_CHECK(options.num_replicas >= 1 && num_ranks() % options.num_replicas == 0,
+               absl::StrCat(num_ranks(), " ranks in ", options.num_replicas, " replicas"));
 }
 
 RankPool::~RankPool() { Fail(generation(), 0, absl::CancelledError("the server ends")); }
@@ -20,7 +23,7 @@ absl::Status RankPool::CheckPresent() const {
     if (ranks_[rank]->session() == 0) {
       const absl::Status reason = failure();
       return absl::UnavailableError(
-          absl::StrCat("rank ", rank, " is away", reason.ok() ? "" : " since the last failure: ",
+          absl::StrCat(NameOf(rank), " is away", reason.ok() ? "" : " since the last failure: ",
                        reason.message(), "; it has to be started (lmhead follow) or continued"));
     }
   }
@@ -61,6 +64,11 @@ absl::Status RankPool::Connect() {
   return absl::OkStatus();
 }
 
+std::string RankPool::NameOf(int32_t rank) const {
+  if (num_replicas() == 1) return absl::StrCat("rank ", rank);
+  return absl::StrCat("rank ", rank, " (replica ", rank / ranks_per_replica(), ")");
+}
+
 bool RankPool::connected() const {
   absl::MutexLock lock(&mu_);
   return connected_;
@@ -82,7 +90,7 @@ std::shared_ptr<InProcessStore> RankPool::store(uint64_t generation) const {
 }
 
 void RankPool::Fail(uint64_t generation, int32_t rank, const absl::Status& error) {
-  const absl::Status named(error.code(), absl::StrCat("rank ", rank, ": ", error.message()));
+  const absl::Status named(error.code(), absl::StrCat(NameOf(rank), ": ", error.message()));
   bool was_connected = false;
   {
     // Held over the aborts, so that none of them hits the next generation.
@@ -94,6 +102,29 @@ void RankPool::Fail(uint64_t generation, int32_t rank, const absl::Status& error
     for (const std::unique_ptr<Rank>& each : ranks_) each->Abort(named);
   }
   if (was_connected && options_.on_change) options_.on_change(false);
+}
+
+int32_t RankPool::StartWork(int64_t num_tokens) {
+  absl::MutexLock lock(&load_mu_);
+  const auto before = [](const Load& a, const Load& b) {
+    return std::pair(a.tokens_under_way, a.total.num_tokens) <
+           std::pair(b.tokens_under_way, b.total.num_tokens);
+  };
+  const auto chosen = std::min_element(loads_.begin(), loads_.end(), before);
+  chosen->tokens_under_way += num_tokens;
+  chosen->total.num_tokens += num_tokens;
+  ++chosen->total.num_batches;
+  return static_cast<int32_t>(chosen - loads_.begin());
+}
+
+void RankPool::FinishWork(int32_t replica, int64_t num_tokens) {
+  absl::MutexLock lock(&load_mu_);
+  loads_[replica].tokens_under_way -= num_tokens;
+}
+
+RankPool::ReplicaWork RankPool::work(int32_t replica) const {
+  absl::MutexLock lock(&load_mu_);
+  return loads_[replica].total;
 }
 
 HeadId RankPool::AddHead() {

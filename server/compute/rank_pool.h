@@ -1,5 +1,8 @@
 // The ranks of a server: made once, shared by all its heads, connected to one another.
 //
+// They form num_replicas() replicas of ranks_per_replica() ranks each, every one of which has all
+// rows of every head: rank r is rank r % ranks_per_replica() of replica r / ranks_per_replica().
+//
 // The pool connects the ranks' collectives when they are needed, ends them on every rank when one
 // of them fails, and connects them anew when all are there again. What a failure takes with it:
 //   * A rank that fails in a batch or is late ends the batches under way on all ranks, with an
@@ -18,6 +21,7 @@
 #include <functional>
 #include <memory>
 #include <set>
+#include <string>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
@@ -33,11 +37,19 @@ namespace lmhead {
 class RankPool {
  public:
   struct Options {
-    // False: every rank reads the hidden states of a batch from host memory. True: rank 0 does, and
-    // broadcasts them; needed when a rank is in another process.
-    bool broadcast_hidden_states = false;
+    int32_t num_replicas = 1;  // Divides the number of ranks.
+    // By replica. False: every rank of it reads the hidden states of a batch from host memory.
+    // True: its rank 0 does, and broadcasts them; needed when another one is in another process.
+    // Empty: false for all.
+    std::vector<bool> broadcast_hidden_states;
     // Told when connected() changes. Any thread; must not block.
     std::function<void(bool connected)> on_change;
+  };
+
+  // What a replica has been given to compute, in total.
+  struct ReplicaWork {
+    int64_t num_batches = 0;
+    int64_t num_tokens = 0;
   };
 
   // Ranks 0 to n-1, at least two.
@@ -48,7 +60,12 @@ class RankPool {
 
   int32_t num_ranks() const { return static_cast<int32_t>(ranks_.size()); }
   Rank& rank(int32_t rank) { return *ranks_[rank]; }
-  bool broadcast_hidden_states() const { return options_.broadcast_hidden_states; }
+  int32_t num_replicas() const { return options_.num_replicas; }
+  int32_t ranks_per_replica() const { return num_ranks() / num_replicas(); }
+  bool broadcast_hidden_states(int32_t replica) const {
+    return !options_.broadcast_hidden_states.empty() && options_.broadcast_hidden_states[replica];
+  }
+  std::string NameOf(int32_t rank) const;  // "rank 3", with replicas "rank 3 (replica 1)".
 
   // Connects the ranks unless they are, and waits for it, as long as their collectives' timeout.
   // Otherwise UNAVAILABLE naming a rank that is away or did not come.
@@ -69,6 +86,12 @@ class RankPool {
   // generation is not being connected.
   std::shared_ptr<InProcessStore> store(uint64_t generation) const;
 
+  // Chooses the replica with the fewest tokens under way for a batch of so many, among equals the
+  // one that was given the fewest so far. FinishWork() when the batch has ended. Any thread.
+  int32_t StartWork(int64_t num_tokens);
+  void FinishWork(int32_t replica, int64_t num_tokens);
+  ReplicaWork work(int32_t replica) const;
+
   // Numbers of the heads that exist; never used again.
   HeadId AddHead();
   void RemoveHead(HeadId head);
@@ -87,6 +110,13 @@ class RankPool {
   absl::Status failure_ ABSL_GUARDED_BY(mu_);
   HeadId last_head_ ABSL_GUARDED_BY(mu_) = 0;
   std::set<HeadId> heads_ ABSL_GUARDED_BY(mu_);
+
+  struct Load {
+    ReplicaWork total;
+    int64_t tokens_under_way = 0;
+  };
+  mutable absl::Mutex load_mu_;
+  std::vector<Load> loads_ ABSL_GUARDED_BY(load_mu_);  // By replica.
 };
 
 }  // namespace lmhead

@@ -30,6 +30,12 @@ std::vector<ChunkRows> WithoutOutputs(std::span<const ChunkRows> chunks, bool br
   return silent;
 }
 
+// Kept by the owner of a row alone, and by nobody else in any form.
+bool IsMoment(TensorKind kind) {
+  return kind == TensorKind::kWeightExpAvg || kind == TensorKind::kWeightExpAvgSq ||
+         kind == TensorKind::kBiasExpAvg || kind == TensorKind::kBiasExpAvgSq;
+}
+
 }  // namespace
 
 struct ShardGroup::UnderWay {
@@ -39,12 +45,14 @@ struct ShardGroup::UnderWay {
 
 struct ShardGroup::Batch {
   uint64_t generation = 0;
+  int32_t replica = 0;
+  int64_t num_tokens = 0;
   std::vector<ChunkRows> silent_chunks;
   BatchDone done;
   std::atomic<int32_t> num_pending = 0;
   absl::Mutex mu;
   absl::Status failure ABSL_GUARDED_BY(mu);
-  BatchOutput output ABSL_GUARDED_BY(mu);  // Rank 0's.
+  BatchOutput output ABSL_GUARDED_BY(mu);  // That of the replica's rank 0.
 
   absl::StatusOr<BatchOutput> Result() {
     absl::MutexLock lock(&mu);
@@ -95,19 +103,31 @@ absl::Status ShardGroup::OnAllRanks(RankCall call) {
   for (int32_t index = 0; index < num_ranks; ++index) {
     const absl::Status& status = results[index];
     if (status.ok()) continue;
-    return absl::Status(status.code(), absl::StrCat("rank ", index, ": ", status.message()));
+    return absl::Status(status.code(), absl::StrCat(pool_->NameOf(index), ": ", status.message()));
   }
   return absl::OkStatus();
+}
+
+absl::Status ShardGroup::OnAllRanksTogether(RankCall call) {
+  const uint64_t generation = pool_->generation();
+  absl::Status status = OnAllRanks([&](Rank& rank, int32_t index, Rank::Done done) {
+    call(rank, index,
+         [this, generation, index, done = std::move(done)](const absl::Status& result) {
+           if (!result.ok()) pool_->Fail(generation, index, result);
+           done(result);
+         });
+  });
+  const absl::Status first = pool_->failure();
+  return status.ok() || first.ok() ? status : first;
 }
 
 absl::Status ShardGroup::CheckShards() {
   for (int32_t rank = 0; broken_.ok() && rank < pool_->num_ranks(); ++rank) {
     const uint64_t session = pool_->rank(rank).session();
     if (session == sessions_[rank] || session == 0) continue;
-    broken_ = absl::AbortedError(
-        absl::StrCat("rank ", rank, " lost its shard of head ", spec_.name,
-                     ": its process ended and another one took its place; delete the head, create "
-                     "it again, and load its weights or restore a checkpoint"));
+    broken_ =
+        absl::AbortedError(absl::StrCat(pool_->NameOf(rank), " lost its shard of head ", spec_.name,
+                                        ": its process ended and another one took its place"));
   }
   return broken_;
 }
@@ -130,12 +150,16 @@ void ShardGroup::ComputeBatch(const BatchInput& input, BatchDone done) {
     AwaitBatches();  // They have failed as well, and answer first.
     return done(status);
   }
-  const bool broadcast = pool_->broadcast_hidden_states();
+  const int32_t num_ranks = pool_->ranks_per_replica();
   auto batch = std::make_shared<Batch>();
   batch->generation = pool_->generation();
-  batch->silent_chunks = WithoutOutputs(input.chunks, broadcast);
+  for (const ChunkRows& chunk : input.chunks) batch->num_tokens += chunk.hidden_states.rows;
+  batch->replica = pool_->StartWork(batch->num_tokens);
+  const bool broadcast = pool_->broadcast_hidden_states(batch->replica);
+  if (num_ranks > 1) batch->silent_chunks = WithoutOutputs(input.chunks, broadcast);
   batch->done = std::move(done);
-  batch->num_pending = pool_->num_ranks();
+  batch->num_pending = num_ranks;
+  grad_changed_ |= input.mode == BackwardMode::kHiddenAndWeight;
   {
     absl::MutexLock lock(&under_way_->mu);
     ++under_way_->num_batches;
@@ -144,8 +168,9 @@ void ShardGroup::ComputeBatch(const BatchInput& input, BatchDone done) {
   of_rank.teacher = nullptr;
   of_rank.broadcast_hidden_states = broadcast;
   const HeadId teacher_id = teacher == nullptr ? 0 : teacher->id_;
-  for (int32_t rank = 0; rank < pool_->num_ranks(); ++rank) {
-    if (rank == 1) of_rank.chunks = batch->silent_chunks;
+  for (int32_t index = 0; index < num_ranks; ++index) {
+    if (index == 1) of_rank.chunks = batch->silent_chunks;
+    const int32_t rank = batch->replica * num_ranks + index;
     pool_->rank(rank).ComputeBatch(id_, teacher_id, of_rank,
                                    [this, batch, rank](absl::StatusOr<BatchOutput> output) {
                                      FinishRank(batch, rank, std::move(output));
@@ -161,12 +186,13 @@ void ShardGroup::FinishRank(const std::shared_ptr<Batch>& batch, int32_t rank,
     const absl::Status first = pool_->failure();
     absl::MutexLock lock(&batch->mu);
     if (batch->failure.ok()) batch->failure = first.ok() ? output.status() : first;
-  } else if (rank == 0) {
+  } else if (rank % pool_->ranks_per_replica() == 0) {
     absl::MutexLock lock(&batch->mu);
     batch->output = *std::move(output);
   }
   if (batch->num_pending.fetch_sub(1) != 1) return;
   const std::shared_ptr<UnderWay> under_way = under_way_;
+  pool_->FinishWork(batch->replica, batch->num_tokens);
   batch->done(batch->Result());
   absl::MutexLock lock(&under_way->mu);
   --under_way->num_batches;
@@ -180,8 +206,19 @@ void ShardGroup::AwaitBatches() {
 
 // --- The step ----------------------------------------------------------------------------------
 
-absl::StatusOr<double> ShardGroup::GradSquaredNorm() {
+absl::Status ShardGroup::ReduceGradients() {
   if (absl::Status status = GetReady(); !status.ok()) return status;
+  if (!grad_broken_.ok()) return grad_broken_;
+  if (pool_->num_replicas() == 1 || !grad_changed_) return absl::OkStatus();
+  grad_broken_ = OnAllRanksTogether([this](Rank& rank, int32_t index, Rank::Done done) {
+    rank.ReduceGradients(id_, std::move(done));
+  });
+  grad_changed_ = !grad_broken_.ok();
+  return grad_broken_;
+}
+
+absl::StatusOr<double> ShardGroup::GradSquaredNorm() {
+  if (absl::Status status = ReduceGradients(); !status.ok()) return status;
   std::vector<double> sums(pool_->num_ranks());
   absl::Status status = OnAllRanks([&](Rank& rank, int32_t index, Rank::Done done) {
     rank.GradSquaredNorm(id_, [&sums, index, done = std::move(done)](absl::StatusOr<double> sum) {
@@ -194,10 +231,11 @@ absl::StatusOr<double> ShardGroup::GradSquaredNorm() {
 }
 
 absl::Status ShardGroup::ApplyUpdate(const OptimizerUpdate& update) {
-  if (absl::Status status = GetReady(); !status.ok()) return status;
-  absl::Status status = OnAllRanks([&](Rank& rank, int32_t index, Rank::Done done) {
+  if (absl::Status status = ReduceGradients(); !status.ok()) return status;
+  const auto apply = [&](Rank& rank, int32_t index, Rank::Done done) {
     rank.ApplyUpdate(id_, update, std::move(done));
-  });
+  };
+  absl::Status status = pool_->num_replicas() > 1 ? OnAllRanksTogether(apply) : OnAllRanks(apply);
   if (status.ok()) {
     ++num_updates_;
   } else {
@@ -214,6 +252,8 @@ absl::Status ShardGroup::DiscardGradients() {
   absl::Status status = OnAllRanks([this](Rank& rank, int32_t index, Rank::Done done) {
     rank.DiscardGradients(id_, std::move(done));
   });
+  grad_changed_ = false;
+  if (status.ok() || absl::IsUnavailable(status)) grad_broken_ = absl::OkStatus();
   // Of a follower that is away, when it is back: nobody reads them before.
   discard_pending_ = absl::IsUnavailable(status);
   return discard_pending_ ? absl::OkStatus() : status;
@@ -222,7 +262,9 @@ absl::Status ShardGroup::DiscardGradients() {
 absl::Status ShardGroup::AddGradRows(std::span<const int32_t> row_ids, int64_t row_start,
                                      ConstMatrixView rows) {
   if (absl::Status status = GetReady(); !status.ok()) return status;
+  grad_changed_ = true;
   return OnAllRanks([&](Rank& rank, int32_t index, Rank::Done done) {
+    if (index >= pool_->ranks_per_replica()) return done(absl::OkStatus());
     rank.AddGradRows(id_, row_ids, row_start, rows, std::move(done));
   });
 }
@@ -242,9 +284,17 @@ void ShardGroup::set_num_updates(int64_t num_updates) {
 
 // --- Rows --------------------------------------------------------------------------------------
 
+VocabRange ShardGroup::RowsHeldBy(Holder holder, int32_t rank) const {
+  const int32_t num_ranks = pool_->ranks_per_replica();
+  const int32_t replica = rank / num_ranks;
+  const VocabRange shard = ShardRange(spec_, num_ranks, rank % num_ranks);
+  if (holder == Holder::kOwner) return OwnedRange(shard, pool_->num_replicas(), replica);
+  return holder == Holder::kFirstReplica && replica > 0 ? VocabRange() : shard;
+}
+
 absl::Status ShardGroup::OnRowsOf(
-    int64_t row_start, int64_t num_rows,
-    absl::FunctionRef<void(Rank& rank, VocabRange rows, Rank::Done done)> call) {
+    Holder holder, int64_t row_start, int64_t num_rows,
+    absl::FunctionRef<void(int32_t rank, VocabRange rows, Rank::Done done)> call) {
   if (absl::Status status = CheckShards(); !status.ok()) return status;
   if (row_start < 0 || num_rows < 0 || num_rows > spec_.vocab_size - row_start) {
     return absl::InvalidArgumentError(absl::StrCat("head ", spec_.name, ": rows [", row_start, ", ",
@@ -252,34 +302,78 @@ absl::Status ShardGroup::OnRowsOf(
                                                    spec_.vocab_size, ")"));
   }
   return OnAllRanks([&](Rank& rank, int32_t index, Rank::Done done) {
-    const VocabRange shard = ShardRange(spec_, pool_->num_ranks(), index);
-    const VocabRange rows = {std::max(shard.start, row_start),
-                             std::min(shard.stop, row_start + num_rows)};
-    if (rows.size() <= 0) return done(absl::OkStatus());
-    call(rank, rows, std::move(done));
+    const VocabRange rows =
+        Intersection(RowsHeldBy(holder, index), {row_start, row_start + num_rows});
+    if (rows.size() == 0) return done(absl::OkStatus());
+    call(index, rows, std::move(done));
   });
 }
 
 absl::Status ShardGroup::WriteRows(TensorKind kind, int64_t row_start, ConstMatrixView rows) {
   const auto* const data = static_cast<const std::byte*>(rows.data);
   const int64_t row_bytes = rows.cols * BytesPerElement(rows.dtype);
-  return OnRowsOf(row_start, rows.rows, [&](Rank& rank, VocabRange part, Rank::Done done) {
-    ConstMatrixView of_rank = rows;
-    of_rank.data = data + (part.start - row_start) * row_bytes;
-    of_rank.rows = part.size();
-    rank.WriteRows(id_, kind, part.start, of_rank, std::move(done));
-  });
+  const Holder holder = IsMoment(kind) ? Holder::kOwner : Holder::kEveryReplica;
+  return OnRowsOf(holder, row_start, rows.rows,
+                  [&](int32_t rank, VocabRange part, Rank::Done done) {
+                    ConstMatrixView of_rank = rows;
+                    of_rank.data = data + (part.start - row_start) * row_bytes;
+                    of_rank.rows = part.size();
+                    pool_->rank(rank).WriteRows(id_, kind, part.start, of_rank, std::move(done));
+                  });
 }
 
 absl::Status ShardGroup::ReadRows(TensorKind kind, int64_t row_start, MatrixView rows) {
+  if (kind == TensorKind::kGradWeight || kind == TensorKind::kGradBias) {
+    return ReadGradRows(kind, row_start, rows);
+  }
+  const bool owned = IsMoment(kind) || kind == TensorKind::kMasterWeight;
+  return ReadRowsFrom(owned ? Holder::kOwner : Holder::kFirstReplica, kind, row_start, rows);
+}
+
+absl::Status ShardGroup::ReadRowsFrom(Holder holder, TensorKind kind, int64_t row_start,
+                                      MatrixView rows) {
   auto* const data = static_cast<std::byte*>(rows.data);
   const int64_t row_bytes = rows.cols * BytesPerElement(rows.dtype);
-  return OnRowsOf(row_start, rows.rows, [&](Rank& rank, VocabRange part, Rank::Done done) {
-    MatrixView of_rank = rows;
-    of_rank.data = data + (part.start - row_start) * row_bytes;
-    of_rank.rows = part.size();
-    rank.ReadRows(id_, kind, part.start, of_rank, std::move(done));
-  });
+  return OnRowsOf(holder, row_start, rows.rows,
+                  [&](int32_t rank, VocabRange part, Rank::Done done) {
+                    MatrixView of_rank = rows;
+                    of_rank.data = data + (part.start - row_start) * row_bytes;
+                    of_rank.rows = part.size();
+                    pool_->rank(rank).ReadRows(id_, kind, part.start, of_rank, std::move(done));
+                  });
+}
+
+// Whether they have been reduced or not: the sum over the replicas, in their order.
+absl::Status ShardGroup::ReadGradRows(TensorKind kind, int64_t row_start, MatrixView rows) {
+  if (!grad_broken_.ok()) return grad_broken_;
+  if (pool_->num_replicas() == 1) {
+    return ReadRowsFrom(Holder::kFirstReplica, kind, row_start, rows);
+  }
+  const int64_t row_bytes = rows.cols * BytesPerElement(rows.dtype);
+  const auto total_bytes = static_cast<size_t>(rows.size_bytes());
+  std::vector<std::byte> parts(total_bytes * static_cast<size_t>(pool_->num_replicas()));
+  const auto part_of = [&](int32_t replica) {
+    return parts.data() + total_bytes * static_cast<size_t>(replica);
+  };
+  absl::Status status =
+      OnRowsOf(Holder::kEveryReplica, row_start, rows.rows,
+               [&](int32_t rank, VocabRange part, Rank::Done done) {
+                 MatrixView of_rank = rows;
+                 of_rank.data = part_of(rank / pool_->ranks_per_replica()) +
+                                (part.start - row_start) * row_bytes;
+                 of_rank.rows = part.size();
+                 pool_->rank(rank).ReadRows(id_, kind, part.start, of_rank, std::move(done));
+               });
+  if (!status.ok()) return status;
+  auto* const sums = static_cast<float*>(rows.data);  // The ranks take no other dtype.
+  for (int64_t i = 0; i < rows.rows * rows.cols; ++i) {
+    float sum = 0.0f;
+    for (int32_t replica = 0; replica < pool_->num_replicas(); ++replica) {
+      sum += reinterpret_cast<const float*>(part_of(replica))[i];
+    }
+    sums[i] = sum;
+  }
+  return absl::OkStatus();
 }
 
 }  // namespace lmhead

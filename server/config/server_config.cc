@@ -19,7 +19,7 @@ std::string HostOf(const std::string& listen) { return listen.substr(0, listen.r
 
 absl::Status ValidateRanks(RankConfig ranks) {
   absl::Status status = CheckRange("ranks", ranks.num_ranks, 0, kRanksMax);
-  status.Update(CheckRange("local_ranks", ranks.num_local, 0, std::max(1, ranks.num_ranks)));
+  status.Update(CheckRange("replicas", ranks.num_replicas, 1, kRanksMax));
   if (!status.ok()) return status;
   if (ranks.collective_timeout < absl::Milliseconds(100) ||
       ranks.collective_timeout > absl::Hours(1)) {
@@ -27,7 +27,15 @@ absl::Status ValidateRanks(RankConfig ranks) {
                                                    absl::ToDoubleSeconds(ranks.collective_timeout),
                                                    ", wanted 0.1 to 3600"));
   }
+  const int32_t num_local = ranks.num_local;
   FillRankDefaults(&ranks);
+  status = CheckRange("local_ranks", num_local, 0, ranks.num_ranks);
+  if (!status.ok()) return status;
+  if (ranks.num_ranks % ranks.num_replicas != 0) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--replicas: got ", ranks.num_replicas, ", which does not divide the ",
+                     ranks.num_ranks, " ranks of --ranks or --devices; every replica has as many"));
+  }
   if (ranks.num_local == ranks.num_ranks) {
     if (ranks.group_listen.empty()) return absl::OkStatus();
     return absl::InvalidArgumentError(
@@ -73,7 +81,8 @@ absl::StatusOr<std::vector<int>> ParseDevices(const std::string& list) {
 
 void FillRankDefaults(RankConfig* ranks) {
   if (ranks->num_ranks == 0) {
-    ranks->num_ranks = std::max(1, static_cast<int32_t>(ranks->devices.size()));
+    ranks->num_ranks =
+        ranks->devices.empty() ? ranks->num_replicas : static_cast<int32_t>(ranks->devices.size());
   }
   if (ranks->num_local == 0) ranks->num_local = ranks->num_ranks;
   if (!ranks->collective_host.empty()) return;

@@ -33,9 +33,11 @@ enum class JoinChunks : uint8_t { kAuto, kOn, kOff };
 // How ranks talk. kAuto takes NCCL between GPUs that have a rank each, Gloo otherwise.
 enum class CollectiveChoice : uint8_t { kAuto, kGloo, kNccl };
 
-// The ranks that heads are split over. FillRankDefaults() has filled in the defaults.
+// The ranks that heads are split over, and replicas of them. FillRankDefaults() has filled in the
+// defaults.
 struct RankConfig {
-  int32_t num_ranks = 0;     // 0: one a device of `devices`, one without.
+  int32_t num_ranks = 0;     // 0: one a device of `devices`, without one a replica.
+  int32_t num_replicas = 1;  // That the ranks form; divides num_ranks.
   int32_t num_local = 0;     // In this process; the others are followers'. 0: all.
   std::vector<int> devices;  // GPUs of the ranks of this process, in turn; empty: GPU 0.
   CollectiveChoice collective = CollectiveChoice::kAuto;

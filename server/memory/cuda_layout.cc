@@ -73,7 +73,9 @@ CudaBuffers LayOutCuda(const HeadSpec& spec, const MemoryPlan& plan, Carve carve
     return static_cast<float*>(carve(category, count * BytesPerElement(DType::kFloat32)));
   };
   const int64_t weight_elements = plan.shard_size * spec.hidden_size;
+  const int64_t owned_elements = plan.owned_rows * spec.hidden_size;
   const int64_t bias_elements = spec.has_bias ? plan.shard_size : 0;
+  const int64_t owned_bias_elements = spec.has_bias ? plan.owned_rows : 0;
   const int64_t rows = plan.batch_tokens;
   const int64_t row_elements = rows * spec.hidden_size;
   const int64_t weight_bytes = BytesPerElement(spec.weight_dtype);
@@ -86,21 +88,21 @@ CudaBuffers LayOutCuda(const HeadSpec& spec, const MemoryPlan& plan, Carve carve
   }
   if (spec.trainable) {
     if (spec.weight_dtype != DType::kFloat32) {
-      buffers.master_weight = floats(kMasterWeight, weight_elements);
+      buffers.master_weight = floats(kMasterWeight, owned_elements);
     }
     const bool momentum =
         spec.optimizer.kind == OptimizerKind::kAdamW ||
         (spec.optimizer.kind == OptimizerKind::kSgd && spec.optimizer.momentum > 0);
     const bool second_moment = spec.optimizer.kind == OptimizerKind::kAdamW;
-    const auto parameter = [&](int64_t elements) {
+    const auto parameter = [&](int64_t elements, int64_t owned) {
       CudaParameter state;
       state.grad = floats(kGradWeight, elements);
-      if (momentum) state.exp_avg = floats(kOptimizerState, elements);
-      if (second_moment) state.exp_avg_sq = floats(kOptimizerState, elements);
+      if (momentum) state.exp_avg = floats(kOptimizerState, owned);
+      if (second_moment) state.exp_avg_sq = floats(kOptimizerState, owned);
       return state;
     };
-    buffers.weight_state = parameter(weight_elements);
-    buffers.bias_state = parameter(bias_elements);
+    buffers.weight_state = parameter(weight_elements, owned_elements);
+    buffers.bias_state = parameter(bias_elements, owned_bias_elements);
   }
   buffers.logits = carve(kLogitsScratch, rows * CudaLogitsStride(plan) * weight_bytes);
   buffers.hidden = carve(kDeviceStaging, row_elements * weight_bytes);

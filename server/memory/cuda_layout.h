@@ -35,7 +35,8 @@ inline constexpr int64_t kTopkEntryBytes = 8;
 // Partial sums of the gradient norm, and the result.
 inline constexpr int64_t kNormPartials = 1024;
 
-// A float32 parameter's gradient and optimizer state; null for what the head does not have.
+// A float32 parameter's gradient, of the whole shard, and optimizer state, of the owned rows; null
+// for what the head does not have.
 struct CudaParameter {
   float* grad = nullptr;
   float* exp_avg = nullptr;
@@ -61,7 +62,7 @@ struct CudaBuffers {
   void* weight = nullptr;          // [shard_size, hidden_size], the head's dtype.
   float* bias = nullptr;           // [shard_size]
   void* rounded_bias = nullptr;    // [shard_size], of a bfloat16 head with a bias.
-  float* master_weight = nullptr;  // Of a trainable bfloat16 head.
+  float* master_weight = nullptr;  // [owned_rows, hidden_size], of a trainable bfloat16 head.
   CudaParameter weight_state;
   CudaParameter bias_state;
   void* logits = nullptr;        // [batch_tokens, CudaLogitsStride], the head's dtype.
@@ -103,12 +104,13 @@ int64_t CudaLogitsStride(const MemoryPlan& plan);
 int64_t CudaExchangedBytes(const HeadSpec& spec, const MemoryPlan& plan);
 
 // Calls carve(category, bytes) for every buffer of the head; those that it has no use for have no
-// bytes. `plan` has its schedule, num_ranks, batch_tokens, vocab_tile and shard_size set.
+// bytes. `plan` has its schedule, num_ranks, batch_tokens, vocab_tile, shard_size and owned_rows
+// set.
 CudaBuffers LayOutCuda(const HeadSpec& spec, const MemoryPlan& plan,
                        absl::FunctionRef<void*(MemoryCategory, int64_t)> carve);
 
-// Fills in plan->vocab_tile and plan->bytes. `plan` has its schedule, num_ranks, batch_tokens and
-// shard_size.
+// Fills in plan->vocab_tile and plan->bytes. `plan` has its schedule, num_ranks, batch_tokens,
+// shard_size and owned_rows.
 //
 // Retain and frozen keep the logits of a batch over the whole shard. Recompute and eval keep one
 // tile: at most a quarter of that, and at most kCudaTileBytesMax.

@@ -48,16 +48,18 @@ int64_t& BytesOf(MemoryPlan& plan, MemoryCategory category) {
 // Weight, master weight, gradient and optimizer state: the same for every schedule.
 void PlanState(const HeadSpec& spec, MemoryPlan* plan) {
   const int64_t elements = plan->shard_size * spec.hidden_size;
-  const int64_t bias_bytes = spec.has_bias ? Piece(plan->shard_size * kFloatBytes) : 0;
-  const int64_t float32_bytes = Piece(elements * kFloatBytes) + bias_bytes;
+  const int64_t owned_bytes = plan->owned_rows * spec.hidden_size * kFloatBytes;
+  const auto bias = [&](int64_t rows) { return spec.has_bias ? Piece(rows * kFloatBytes) : 0; };
   BytesOf(*plan, MemoryCategory::kWeight) =
-      Piece(elements * BytesPerElement(spec.weight_dtype)) + bias_bytes;
+      Piece(elements * BytesPerElement(spec.weight_dtype)) + bias(plan->shard_size);
   if (!spec.trainable) return;
   if (spec.weight_dtype != DType::kFloat32) {
-    BytesOf(*plan, MemoryCategory::kMasterWeight) = Piece(elements * kFloatBytes);
+    BytesOf(*plan, MemoryCategory::kMasterWeight) = Piece(owned_bytes);
   }
-  BytesOf(*plan, MemoryCategory::kGradWeight) = float32_bytes;
-  BytesOf(*plan, MemoryCategory::kOptimizerState) = OptimizerCopies(spec.optimizer) * float32_bytes;
+  BytesOf(*plan, MemoryCategory::kGradWeight) =
+      Piece(elements * kFloatBytes) + bias(plan->shard_size);
+  BytesOf(*plan, MemoryCategory::kOptimizerState) =
+      OptimizerCopies(spec.optimizer) * (Piece(owned_bytes) + bias(plan->owned_rows));
 }
 
 // Broadcast rows as they arrived, of up to 4 bytes an element; or one rank's statistics or top-k
@@ -166,12 +168,16 @@ std::span<const Schedule> SchedulesOf(const HeadSpec& spec) {
 
 MemoryPlan PlanForSchedule(const HeadSpec& spec, Schedule schedule, const PlanOptions& options) {
   LMHEAD_CHECK(schedule != Schedule::kAuto, spec.name);
-  LMHEAD_CHECK(spec.vocab_size > 0 && spec.hidden_size > 0 && options.num_ranks > 0, spec.name);
+  LMHEAD_CHECK(spec.vocab_size > 0 && spec.hidden_size > 0 && options.num_ranks > 0 &&
+                   options.num_replicas > 0,
+               spec.name);
   MemoryPlan plan;
   plan.schedule = schedule;
   plan.batch_tokens = BatchTokens(spec, options);
   plan.num_ranks = options.num_ranks;
+  plan.num_replicas = options.num_replicas;
   plan.shard_size = LargestShard(spec, options.num_ranks);
+  plan.owned_rows = OwnedRange({0, plan.shard_size}, options.num_replicas, 0).size();
   if (options.backend == BackendKind::kCpu) {
     PlanState(spec, &plan);
     PlanCpu(spec, &plan);

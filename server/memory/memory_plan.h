@@ -42,7 +42,8 @@ inline constexpr int64_t kUnboundedBytes = std::numeric_limits<int64_t>::max();
 // What the plan depends on besides the head itself.
 struct PlanOptions {
   BackendKind backend = BackendKind::kCpu;
-  int32_t num_ranks = 1;
+  int32_t num_ranks = 1;     // That the rows are split over.
+  int32_t num_replicas = 1;  // Of each of them.
   int64_t batch_tokens = 0;  // Used when the head does not say; 0 means the backend's default.
   int64_t budget_bytes = kUnboundedBytes;  // What the plan must fit in.
 };
@@ -52,9 +53,11 @@ struct PlanOptions {
 struct MemoryPlan {
   Schedule schedule = Schedule::kAuto;
   int32_t num_ranks = 1;
+  int32_t num_replicas = 1;
   int64_t batch_tokens = 0;
   int64_t vocab_tile = 0;  // Columns of one tile of logits.
   int64_t shard_size = 0;  // Vocabulary rows of the largest shard: LargestShard().
+  int64_t owned_rows = 0;  // Most of them that one replica owns; without replicas all.
   std::array<int64_t, kNumMemoryCategories> bytes{};
 
   int64_t operator[](MemoryCategory category) const { return bytes[static_cast<size_t>(category)]; }

@@ -188,6 +188,24 @@ void CollectCollectives(const std::vector<CollectiveGauges>& collectives,
   families->push_back(std::move(family));
 }
 
+void CollectReplicas(const std::vector<ReplicaGauges>& replicas, int64_t batch_bytes,
+                     std::vector<MetricFamily>* families) {
+  if (replicas.empty()) return;
+  GaugeFamily batches("lmhead_replica_batches_total", "Batches given to a replica.",
+                      MetricType::Counter);
+  GaugeFamily tokens("lmhead_replica_tokens_total", "Rows of the batches given to a replica.",
+                     MetricType::Counter);
+  for (size_t replica = 0; replica < replicas.size(); ++replica) {
+    const ClientMetric::Label label{"replica", absl::StrCat(replica)};
+    batches.Add(replicas[replica].batches, {label});
+    tokens.Add(replicas[replica].tokens, {label});
+  }
+  GaugeFamily bytes("lmhead_replica_batch_bytes",
+                    "Messages with batches on their way to replicas in followers.");
+  bytes.Add(batch_bytes);
+  for (GaugeFamily* family : {&batches, &tokens, &bytes}) std::move(*family).AppendTo(families);
+}
+
 // The figures of this process under the names that every Prometheus client library gives them.
 void CollectProcess(std::vector<MetricFamily>* families) {
   int64_t total_pages = 0;
@@ -215,6 +233,7 @@ class GaugeCollector : public prometheus::Collectable {
       CollectMemory(gauges.memory, &families);
       CollectHeads(gauges.by_head, &families);
       CollectCollectives(gauges.collectives, &families);
+      CollectReplicas(gauges.replicas, gauges.replica_batch_bytes, &families);
       CollectServer(gauges, &families);
     }
     CollectProcess(&families);

@@ -54,6 +54,10 @@ struct CollectiveGauges {
   int64_t calls = 0;   // Total.
   double seconds = 0;  // Total.
 };
+struct ReplicaGauges {
+  int64_t batches = 0;  // Total, like the next.
+  int64_t tokens = 0;
+};
 struct Gauges {
   std::vector<RankMemory> memory;
   int64_t queue_depth = 0;         // Chunks waiting for the executor.
@@ -66,8 +70,10 @@ struct Gauges {
   int64_t heads_poisoned = 0;
   std::vector<HeadGauges> by_head;
   std::vector<CollectiveGauges> collectives;
-  bool group_ready = false;          // Every rank is there and connected.
-  double executor_busy_seconds = 0;  // Total, for utilisation by rate().
+  std::vector<ReplicaGauges> replicas;  // By replica; none when there is one.
+  int64_t replica_batch_bytes = 0;      // Of batches in messages to replicas elsewhere, now.
+  bool group_ready = false;             // Every rank is there and connected.
+  double executor_busy_seconds = 0;     // Total, for utilisation by rate().
   // With TLS: when the first certificate of the server's chain expires, in seconds of the epoch.
   std::optional<double> tls_certificate_expiry_seconds;
   int64_t security_reload_failures = 0;  // Total.

@@ -211,6 +211,7 @@ absl::Status Follower::Impl::FollowOnce() {
 
 absl::Status Follower::Impl::TakeIn(const v1::Welcome& welcome) {
   const GroupFacts group = {.num_ranks = welcome.num_ranks(),
+                            .num_replicas = welcome.num_replicas(),
                             .collective = welcome.collective(),
                             .timeout = absl::Seconds(welcome.timeout_seconds())};
   if (rank_ == nullptr) {
@@ -223,16 +224,17 @@ absl::Status Follower::Impl::TakeIn(const v1::Welcome& welcome) {
     group_ = group;
   } else if (!(group == group_)) {
     return absl::FailedPreconditionError(
-        "the leader was started with other ranks, another collective or another timeout; start "
-        "this follower anew");
+        "the leader was started with other ranks or replicas, another collective or another "
+        "timeout; start this follower anew");
   }
   // Ends what the last call has left on the rank's thread, too.
   rank_->Abort(absl::UnavailableError("the leader has taken the rank in anew"));
   const std::vector<HeadId> heads(welcome.heads().begin(), welcome.heads().end());
   rank_->KeepHeads(heads);
   recipe_ = nullptr;
-  spdlog::info("rank {}: follows the leader at {}, {} ranks over {}", options_.join.rank(),
-               options_.leader, group.num_ranks, group.collective);
+  spdlog::info("rank {}: follows the leader at {}, {} ranks, {} replicas, over {}",
+               options_.join.rank(), options_.leader, group.num_ranks, group.num_replicas,
+               group.collective);
   options_.on_welcome();
   return absl::OkStatus();
 }
@@ -298,6 +300,9 @@ absl::Status Follower::Impl::Start(const std::shared_ptr<v1::Command>& command,
         answer.Send(sum.status(), std::move(reply));
       });
       return absl::OkStatus();
+    case v1::Command::kReduce:
+      rank_->ReduceGradients(head, answer.Done());
+      return absl::OkStatus();
     case v1::Command::kUpdate:
       rank_->ApplyUpdate(head,
                          {.learning_rate = command->update().learning_rate(),
@@ -338,8 +343,10 @@ absl::Status Follower::Impl::StartCreate(HeadId head, const v1::CreateShard& cre
                                          const Answer& answer) {
   absl::StatusOr<HeadSpec> spec = HeadSpecFromProto(create.spec());
   if (!spec.ok()) return spec.status();
-  const MemoryPlan plan = PlanForSchedule(
-      *spec, spec->schedule, {.backend = options_.backend, .num_ranks = group_.num_ranks});
+  const MemoryPlan plan = PlanForSchedule(*spec, spec->schedule,
+                                          {.backend = options_.backend,
+                                           .num_ranks = group_.ranks_per_replica(),
+                                           .num_replicas = group_.num_replicas});
   if (plan.TotalBytes() != create.plan_bytes()) {
     return absl::InternalError(absl::StrCat("this follower's plan of the head has ",
                                             plan.TotalBytes(), " bytes, the leader's ",
@@ -355,7 +362,16 @@ struct FollowerBatch {
   std::shared_ptr<v1::Command> command;
   std::shared_ptr<const LossRecipe> recipe;
   std::vector<ChunkRows> chunks;
+  v1::ShardBatchResult result;  // Outputs are written here; none of a rank that writes none.
 };
+
+void AnswerBatch(FollowerBatch* batch, const BatchOutput& output, v1::CommandReply* reply) {
+  for (int i = 0; i < batch->result.chunks_size(); ++i) {
+    *batch->result.mutable_chunks(i)->mutable_sums() = LossSumsToProto(output.sums[i]);
+  }
+  *batch->result.mutable_timings() = StageTimingsToProto(output.timings);
+  *reply->mutable_batch() = std::move(batch->result);
+}
 
 absl::Status Follower::Impl::StartBatch(const std::shared_ptr<v1::Command>& command,
                                         const Answer& answer) {
@@ -377,16 +393,22 @@ absl::Status Follower::Impl::StartBatch(const std::shared_ptr<v1::Command>& comm
   for (const v1::ShardChunk& chunk : proto.chunks()) {
     absl::StatusOr<ChunkRows> rows = ShardChunkFromProto(chunk);
     if (!rows.ok()) return rows.status();
+    if (proto.writes_outputs()) {
+      AddOutputs(*outputs, *mode, batch->result.add_chunks(), &*rows);
+    }
     batch->chunks.push_back(*rows);
   }
   const BatchInput input = {.recipe = batch->recipe.get(),
                             .mode = *mode,
                             .chunks = batch->chunks,
                             .outputs = *outputs,
-                            .broadcast_hidden_states = true};
-  rank_->ComputeBatch(
-      command->head(), proto.teacher(), input,
-      [batch, answer](const absl::StatusOr<BatchOutput>& output) { answer.Send(output.status()); });
+                            .broadcast_hidden_states = proto.broadcast_hidden_states()};
+  rank_->ComputeBatch(command->head(), proto.teacher(), input,
+                      [batch, answer](const absl::StatusOr<BatchOutput>& output) {
+                        v1::CommandReply reply;
+                        if (output.ok()) AnswerBatch(batch.get(), *output, &reply);
+                        answer.Send(output.status(), std::move(reply));
+                      });
   return absl::OkStatus();
 }
 

@@ -69,7 +69,7 @@ ShardLeader::Impl::Impl(const Options& options, RankPool* pool,
       if (&pool->rank(rank) != each) continue;
       remote_[rank] = each;
       each->SetOnLost([this, rank](const absl::Status& reason) {
-        spdlog::warn("rank {} is away: {}", rank, std::string(reason.message()));
+        spdlog::warn("{} is away: {}", pool_->NameOf(rank), std::string(reason.message()));
         pool_->Fail(pool_->generation(), rank, reason);
       });
     }
@@ -157,6 +157,7 @@ absl::StatusOr<RemoteRank*> ShardLeader::Impl::CheckJoin(const v1::FollowRequest
 v1::Welcome ShardLeader::Impl::Welcome() const {
   v1::Welcome welcome;
   welcome.set_num_ranks(pool_->num_ranks());
+  welcome.set_num_replicas(pool_->num_replicas());
   welcome.set_collective(options_.collective);
   welcome.set_timeout_seconds(absl::ToDoubleSeconds(options_.timeout));
   for (const HeadId head : pool_->heads()) welcome.add_heads(head);
@@ -177,7 +178,7 @@ grpc::Status ShardLeader::Impl::Follow(grpc::ServerContext* context, FollowStrea
     outbox->Close();
     return ToGrpcStatus(status);
   }
-  spdlog::info("rank {} is there: the follower at {}", number, context->peer());
+  spdlog::info("{} is there: the follower at {}", pool_->NameOf(number), context->peer());
   std::thread writer([&outbox, stream] {
     while (std::optional<v1::FollowResponse> next = outbox->Pop()) {
       if (!stream->Write(*next)) return;

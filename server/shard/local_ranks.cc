@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "server/compute/cpu_backend.h"
@@ -43,21 +44,49 @@ absl::StatusOr<std::unique_ptr<ComputeBackend>> MakeBackend(const Hardware& hard
   return CreateCpuBackend(spec, plan, account, context);
 }
 
+namespace {
+
+// One end of the group of `names`, which are ranks of all; null for a group of one.
+absl::StatusOr<std::unique_ptr<Collective>> MakeCollective(const std::string& kind, int32_t place,
+                                                           const std::vector<int32_t>& names,
+                                                           int device, const std::string& host,
+                                                           absl::Duration timeout,
+                                                           CollectiveTimes* times) {
+  const auto size = static_cast<int32_t>(names.size());
+  if (size == 1) return std::unique_ptr<Collective>();
+  absl::StatusOr<std::unique_ptr<Collective>> collective =
+      kind == "nccl"
+          ? CreateNcclCollective(place, size,
+                                 {.device = device, .timeout = timeout, .names = names})
+          : CreateGlooCollective(place, size, {.host = host, .timeout = timeout, .names = names});
+  if (!collective.ok() || times == nullptr) return collective;
+  return TimeCollective(*std::move(collective), times);
+}
+
+}  // namespace
+
 absl::StatusOr<std::unique_ptr<LocalRank>> MakeLocalRank(const Hardware& hardware, int32_t index,
                                                          int32_t rank, const GroupFacts& group,
                                                          const std::string& host,
                                                          MemoryAccount* account,
                                                          CollectiveTimes* times) {
-  absl::StatusOr<std::unique_ptr<Collective>> collective =
-      group.collective == "nccl"
-          ? CreateNcclCollective(
-                rank, group.num_ranks,
-                {.device = hardware.devices[index].number, .timeout = group.timeout})
-          : CreateGlooCollective(rank, group.num_ranks, {.host = host, .timeout = group.timeout});
-  if (!collective.ok()) return collective.status();
-  if (times != nullptr) collective = TimeCollective(*std::move(collective), times);
+  const int32_t per_replica = group.ranks_per_replica();
+  const int32_t replica = rank / per_replica;
+  const int32_t place = rank % per_replica;
+  std::vector<int32_t> of_replica;
+  for (int32_t i = 0; i < per_replica; ++i) of_replica.push_back(replica * per_replica + i);
+  std::vector<int32_t> peers;
+  for (int32_t i = 0; i < group.num_replicas; ++i) peers.push_back(i * per_replica + place);
+  const auto make = [&](int32_t place_in_it, const std::vector<int32_t>& names) {
+    return MakeCollective(group.collective, place_in_it, names, hardware.devices[index].number,
+                          host, group.timeout, times);
+  };
+  absl::StatusOr<std::unique_ptr<Collective>> shards = make(place, of_replica);
+  if (!shards.ok()) return shards.status();
+  absl::StatusOr<std::unique_ptr<Collective>> with_peers = make(replica, peers);
+  if (!with_peers.ok()) return with_peers.status();
   return std::make_unique<LocalRank>(
-      *std::move(collective),
+      LocalRank::Collectives{.shards = *std::move(shards), .peers = *std::move(with_peers)},
       [hardware, index, account](const HeadSpec& spec, const MemoryPlan& plan,
                                  const RankContext& context) {
         return MakeBackend(hardware, index, account, spec, plan, context);

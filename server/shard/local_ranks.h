@@ -19,10 +19,12 @@ namespace lmhead {
 
 // A group, as every rank of it must know it.
 struct GroupFacts {
-  int32_t num_ranks = 1;
-  std::string collective;  // "gloo" or "nccl"
-  absl::Duration timeout;  // Of a wait for another rank.
+  int32_t num_ranks = 1;     // Of all replicas.
+  int32_t num_replicas = 1;  // Divides num_ranks.
+  std::string collective;    // "gloo" or "nccl"
+  absl::Duration timeout;    // Of a wait for another rank.
 
+  int32_t ranks_per_replica() const { return num_ranks / num_replicas; }
   friend bool operator==(const GroupFacts&, const GroupFacts&) = default;
 };
 

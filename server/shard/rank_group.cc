@@ -33,6 +33,7 @@ absl::Status RankGroup::MakeRanks() {
   if (!collective.ok()) return collective.status();
   collective_ = *std::move(collective);
   const GroupFacts group = {.num_ranks = config.num_ranks,
+                            .num_replicas = config.num_replicas,
                             .collective = collective_,
                             .timeout = config.collective_timeout};
   std::vector<std::unique_ptr<Rank>> ranks;
@@ -48,19 +49,42 @@ absl::Status RankGroup::MakeRanks() {
   }
   for (int32_t rank = config.num_local; rank < config.num_ranks; ++rank) {
     auto remote =
-        std::make_unique<RemoteRank>(rank, ShardLeader::SilenceLimit(config.collective_timeout));
+        std::make_unique<RemoteRank>(rank, rank % group.ranks_per_replica(),
+                                     ShardLeader::SilenceLimit(config.collective_timeout));
     remote_.push_back(remote.get());
     ranks.push_back(std::move(remote));
   }
-  pool_ = std::make_unique<RankPool>(std::move(ranks),
-                                     RankPool::Options{.broadcast_hidden_states = !remote_.empty(),
-                                                       .on_change = [this](bool connected) {
-                                                         options_.on_ready(connected);
-                                                         if (!connected) options_.request_connect();
-                                                       }});
-  spdlog::info("{} ranks over {}, {} of them in this process", config.num_ranks, collective_,
-               config.num_local);
+  RankPool::Options options = {.num_replicas = config.num_replicas,
+                               .on_change = [this](bool connected) {
+                                 options_.on_ready(connected);
+                                 if (!connected) options_.request_connect();
+                               }};
+  // Of a replica that has ranks elsewhere, one of several.
+  for (int32_t replica = 0; replica < config.num_replicas; ++replica) {
+    const int32_t last_rank = (replica + 1) * group.ranks_per_replica() - 1;
+    options.broadcast_hidden_states.push_back(last_rank >= config.num_local &&
+                                              group.ranks_per_replica() > 1);
+  }
+  pool_ = std::make_unique<RankPool>(std::move(ranks), options);
+  spdlog::info("{} ranks over {}, {} of them in this process, {} replicas", config.num_ranks,
+               collective_, config.num_local, config.num_replicas);
+  WarnOfSharedDevices();
   return absl::OkStatus();
+}
+
+void RankGroup::WarnOfSharedDevices() const {
+  if (hardware_.kind != BackendKind::kCuda || options_.config.num_replicas == 1) return;
+  if (hardware_.MostRanksOnADevice() == 1) return;
+  spdlog::warn("--devices has a GPU for several ranks: replicas that share one compute by turns");
+}
+
+std::vector<RankPool::ReplicaWork> RankGroup::ReadReplicaWork() const {
+  std::vector<RankPool::ReplicaWork> work;
+  if (num_replicas() == 1) return work;
+  for (int32_t replica = 0; replica < num_replicas(); ++replica) {
+    work.push_back(pool_->work(replica));
+  }
+  return work;
 }
 
 absl::Status RankGroup::StartLeader() {
@@ -83,6 +107,12 @@ absl::Status RankGroup::StartLeader() {
   spdlog::info("waiting for the followers of ranks {} to {} at {}", config.num_local,
                config.num_ranks - 1, group_address_);
   return absl::OkStatus();
+}
+
+int64_t RankGroup::ReadReplicaBatchBytes() const {
+  int64_t bytes = 0;
+  for (const RemoteRank* remote : remote_) bytes += remote->batch_bytes();
+  return bytes;
 }
 
 RankGroup::~RankGroup() { StopFollowers(); }

@@ -1,5 +1,5 @@
-// All that a server computes with: one rank or several, here and in followers, and the shard groups
-// made of them.
+// All that a server computes with: one rank or several, here and in followers, in one replica or
+// several, and the shard groups made of them.
 
 #ifndef LMHEAD_SERVER_SHARD_RANK_GROUP_H_
 #define LMHEAD_SERVER_SHARD_RANK_GROUP_H_
@@ -61,7 +61,16 @@ class RankGroup {
   // The followers' ranks are away for good, so that nothing waits for them any more.
   void StopFollowers();
 
-  int32_t num_ranks() const { return options_.config.num_ranks; }
+  int32_t ranks_per_replica() const {
+    return options_.config.num_ranks / options_.config.num_replicas;
+  }
+  int32_t num_replicas() const { return options_.config.num_replicas; }
+
+  // What each replica has been given to compute, in total. None without replicas.
+  std::vector<RankPool::ReplicaWork> ReadReplicaWork() const;
+  // Bytes of the batches on their way to replicas in followers.
+  int64_t ReadReplicaBatchBytes() const;
+
   const std::string& group_address() const { return group_address_; }  // Empty without followers.
 
   // Of the ranks in this process, in their order.
@@ -77,6 +86,7 @@ class RankGroup {
  private:
   RankGroup(const Hardware& hardware, const Options& options);
   absl::Status MakeRanks();
+  void WarnOfSharedDevices() const;
   absl::Status StartLeader();
 
   const Hardware hardware_;

@@ -2,10 +2,10 @@
 
 #include <cstring>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
-#include "proto/types/check.h"
 #include "proto/wire/convert.h"
 #include "server/shard/shard_messages.h"
 
@@ -22,8 +22,8 @@ absl::Status Away() { return absl::UnavailableError("it is away"); }
 
 }  // namespace
 
-RemoteRank::RemoteRank(int32_t rank, absl::Duration silence_limit)
-    : rank_(rank), silence_limit_(silence_limit) {}
+RemoteRank::RemoteRank(int32_t rank, int32_t place_in_replica, absl::Duration silence_limit)
+    : rank_(rank), place_in_replica_(place_in_replica), silence_limit_(silence_limit) {}
 
 RemoteRank::~RemoteRank() {
   DetachIf([] { return true; }, absl::CancelledError("the leader ends"));
@@ -185,13 +185,15 @@ void RemoteRank::DestroyHead(HeadId head, Done done) {
 
 void RemoteRank::ComputeBatch(HeadId head, HeadId teacher, const BatchInput& input,
                               ComputeBackend::BatchDone done) {
-  LMHEAD_CHECK(input.broadcast_hidden_states, "a follower has no hidden states of its own");
   v1::Command command = CommandFor(head);
   v1::ComputeShardBatch& batch = *command.mutable_compute();
   batch.set_teacher(teacher);
   batch.set_mode(static_cast<int32_t>(input.mode));
   *batch.mutable_outputs() = OutputSpecToProto(input.outputs);
+  batch.set_broadcast_hidden_states(input.broadcast_hidden_states);
   for (const ChunkRows& chunk : input.chunks) *batch.add_chunks() = ShardChunkToProto(chunk);
+  const bool answers = place_in_replica_ == 0;
+  batch.set_writes_outputs(answers);
   {
     // Class weights of a large vocabulary are not sent with every batch.
     absl::MutexLock lock(&mu_);
@@ -200,12 +202,24 @@ void RemoteRank::ComputeBatch(HeadId head, HeadId teacher, const BatchInput& inp
       *batch.mutable_recipe() = LossRecipeToProto(*input.recipe);
     }
   }
-  const size_t num_chunks = input.chunks.size();
-  Send(std::move(command), [num_chunks, done = std::move(done)](const absl::Status& status,
-                                                                const v1::CommandReply& reply) {
-    if (!status.ok()) return done(status);
-    done(BatchOutput{.sums = std::vector<LossSums>(num_chunks)});  // Nobody reads them.
-  });
+  const auto bytes = static_cast<int64_t>(answers ? command.ByteSizeLong() : 0);
+  batch_bytes_ += bytes;
+  std::vector<ChunkRows> chunks(input.chunks.begin(), input.chunks.end());
+  Send(std::move(command),
+       [this, answers, bytes, outputs = input.outputs, chunks = std::move(chunks),
+        done = std::move(done)](const absl::Status& status, const v1::CommandReply& reply) {
+         batch_bytes_ -= bytes;
+         if (!status.ok()) return done(status);
+         // Nobody reads the sums of a rank that does not answer them.
+         if (!answers) return done(BatchOutput{.sums = std::vector<LossSums>(chunks.size())});
+         done(ReadBatchResult(reply.batch(), outputs, chunks));
+       });
+}
+
+void RemoteRank::ReduceGradients(HeadId head, Done done) {
+  v1::Command command = CommandFor(head);
+  command.mutable_reduce();
+  SendSimple(std::move(command), std::move(done));
 }
 
 void RemoteRank::GradSquaredNorm(HeadId head, SumDone done) {

@@ -7,6 +7,7 @@
 #ifndef LMHEAD_SERVER_SHARD_REMOTE_RANK_H_
 #define LMHEAD_SERVER_SHARD_REMOTE_RANK_H_
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -31,8 +32,9 @@ using LeaderOutbox = Outbox<v1::FollowResponse>;
 // Thread-safe.
 class RemoteRank final : public Rank {
  public:
-  // A follower that says nothing for `silence_limit` is gone.
-  RemoteRank(int32_t rank, absl::Duration silence_limit);
+  // A follower that says nothing for `silence_limit` is gone. The rank in place 0 of its replica
+  // answers for the replica's batches.
+  RemoteRank(int32_t rank, int32_t place_in_replica, absl::Duration silence_limit);
   ~RemoteRank() override;
 
   // Told of every loss, on any thread. Set before the first call is attached.
@@ -53,6 +55,9 @@ class RemoteRank final : public Rank {
   // Pings, and detaches a call that has been silent. Called several times a silence limit.
   void Tick();
 
+  // Bytes of the batches in messages on their way, of a rank that gets their hidden states.
+  int64_t batch_bytes() const { return batch_bytes_; }
+
   // The follower's side of GetServerInfo; nothing while none has ever been there.
   std::optional<v1::JoinGroup> facts() const;
   RankMemory memory() const;
@@ -64,9 +69,11 @@ class RemoteRank final : public Rank {
   uint64_t session() const override;
   void CreateHead(HeadId head, const HeadSpec& spec, const MemoryPlan& plan, Done done) override;
   void DestroyHead(HeadId head, Done done) override;
-  // REQUIRES: input.broadcast_hidden_states.
+  // Hidden states, where the chunks have them, go in the command; outputs, where the chunks have
+  // pointers for them, come in the reply.
   void ComputeBatch(HeadId head, HeadId teacher, const BatchInput& input,
                     ComputeBackend::BatchDone done) override;
+  void ReduceGradients(HeadId head, Done done) override;
   void GradSquaredNorm(HeadId head, SumDone done) override;
   void ApplyUpdate(HeadId head, const OptimizerUpdate& update, Done done) override;
   void DiscardGradients(HeadId head, Done done) override;
@@ -86,7 +93,9 @@ class RemoteRank final : public Rank {
   void DetachIf(const std::function<bool()>& condition, const absl::Status& reason);
 
   const int32_t rank_;
+  const int32_t place_in_replica_;
   const absl::Duration silence_limit_;
+  std::atomic<int64_t> batch_bytes_{0};
   std::function<void(const absl::Status&)> on_lost_;
   mutable absl::Mutex mu_;
   std::shared_ptr<LeaderOutbox> outbox_ ABSL_GUARDED_BY(mu_);  // Null while the rank is away.

@@ -1,5 +1,6 @@
 #include "server/shard/shard_messages.h"
 
+#include <cstring>
 #include <span>
 #include <string>
 
@@ -40,6 +41,30 @@ absl::Status ReadLists(const std::string& bytes, int64_t num_tokens, const char*
   return absl::OkStatus();
 }
 
+void SetMatrix(const ConstMatrixView& rows, std::string* bytes) {
+  if (rows.data == nullptr) return;
+  bytes->assign(static_cast<const char*>(rows.data), static_cast<size_t>(rows.size_bytes()));
+}
+
+// All rows, or none. `rows` has its shape and dtype.
+absl::Status ReadMatrix(const std::string& bytes, const char* name, ConstMatrixView* rows) {
+  if (bytes.empty()) return absl::OkStatus();
+  rows->data = bytes.data();
+  if (static_cast<int64_t>(bytes.size()) == rows->size_bytes()) return absl::OkStatus();
+  return absl::InternalError(absl::StrCat(name, " of a chunk has ", bytes.size(), " bytes, wanted ",
+                                          rows->size_bytes(), " or none"));
+}
+
+absl::Status CopyOutput(const std::string& bytes, int64_t wanted, const char* name, void* to) {
+  if (to == nullptr) return absl::OkStatus();
+  if (static_cast<int64_t>(bytes.size()) != wanted) {
+    return absl::InternalError(absl::StrCat("a follower answered ", bytes.size(), " bytes of ",
+                                            name, ", wanted ", wanted));
+  }
+  std::memcpy(to, bytes.data(), bytes.size());
+  return absl::OkStatus();
+}
+
 }  // namespace
 
 absl::Status StatusFromReply(const v1::CommandReply& reply) {
@@ -71,6 +96,8 @@ v1::ShardChunk ShardChunkToProto(const ChunkRows& rows) {
   proto.set_reference_logprob(Bytes(rows.reference_logprob));
   proto.set_teacher_topk_ids(Bytes(rows.teacher_topk_ids));
   proto.set_teacher_topk_logprobs(Bytes(rows.teacher_topk_logprobs));
+  SetMatrix(rows.hidden_states, proto.mutable_hidden_states());
+  SetMatrix(rows.teacher_hidden_states, proto.mutable_teacher_hidden_states());
   return proto;
 }
 
@@ -100,8 +127,65 @@ absl::StatusOr<ChunkRows> ShardChunkFromProto(const v1::ShardChunk& proto) {
   status.Update(ReadLists(proto.teacher_topk_ids(), n, "teacher_topk_ids", &rows.teacher_topk_ids));
   status.Update(ReadLists(proto.teacher_topk_logprobs(), n, "teacher_topk_logprobs",
                           &rows.teacher_topk_logprobs));
+  status.Update(ReadMatrix(proto.hidden_states(), "hidden_states", &rows.hidden_states));
+  status.Update(ReadMatrix(proto.teacher_hidden_states(), "teacher_hidden_states",
+                           &rows.teacher_hidden_states));
   if (!status.ok()) return status;
   return rows;
+}
+
+void AddOutputs(const OutputSpec& spec, BackwardMode mode, v1::ShardChunkResult* result,
+                ChunkRows* rows) {
+  const int64_t n = rows->hidden_states.rows;
+  const auto room = [](bool wanted, int64_t num_bytes, std::string* bytes) -> void* {
+    if (!wanted) return nullptr;
+    bytes->resize(static_cast<size_t>(num_bytes));
+    return bytes->data();
+  };
+  const auto floats = [&](bool wanted, int64_t count, std::string* bytes) {
+    return static_cast<float*>(room(wanted, count * 4, bytes));
+  };
+  rows->token_loss = floats(spec.token_loss, n, result->mutable_token_loss());
+  rows->logprob = floats(spec.logprob, n, result->mutable_logprob());
+  rows->lse = floats(spec.lse, n, result->mutable_lse());
+  rows->entropy = floats(spec.entropy, n, result->mutable_entropy());
+  rows->argmax = static_cast<int32_t*>(room(spec.argmax, n * 4, result->mutable_argmax()));
+  const bool top_k = spec.top_k > 0;
+  rows->topk_ids =
+      static_cast<int32_t*>(room(top_k, n * spec.top_k * 4, result->mutable_topk_ids()));
+  rows->topk_logprobs = floats(top_k, n * spec.top_k, result->mutable_topk_logprobs());
+  if (!spec.grad_hidden_states || mode == BackwardMode::kNone) return;
+  rows->grad_hidden_states = {nullptr, n, rows->hidden_states.cols, rows->hidden_states.dtype};
+  rows->grad_hidden_states.data =
+      room(true, rows->grad_hidden_states.size_bytes(), result->mutable_grad_hidden_states());
+}
+
+absl::StatusOr<BatchOutput> ReadBatchResult(const v1::ShardBatchResult& result,
+                                            const OutputSpec& spec,
+                                            std::span<const ChunkRows> chunks) {
+  if (result.chunks_size() != static_cast<int>(chunks.size())) {
+    return absl::InternalError(
+        absl::StrCat("a follower answered ", result.chunks_size(), " chunks of ", chunks.size()));
+  }
+  BatchOutput output = {.timings = StageTimingsFromProto(result.timings())};
+  for (int i = 0; i < result.chunks_size(); ++i) {
+    const v1::ShardChunkResult& from = result.chunks(i);
+    const ChunkRows& to = chunks[i];
+    const int64_t n = to.hidden_states.rows;
+    const int64_t list_bytes = n * spec.top_k * 4;
+    absl::Status status = CopyOutput(from.token_loss(), n * 4, "token_loss", to.token_loss);
+    status.Update(CopyOutput(from.logprob(), n * 4, "logprob", to.logprob));
+    status.Update(CopyOutput(from.lse(), n * 4, "lse", to.lse));
+    status.Update(CopyOutput(from.entropy(), n * 4, "entropy", to.entropy));
+    status.Update(CopyOutput(from.argmax(), n * 4, "argmax", to.argmax));
+    status.Update(CopyOutput(from.topk_ids(), list_bytes, "topk_ids", to.topk_ids));
+    status.Update(CopyOutput(from.topk_logprobs(), list_bytes, "topk_logprobs", to.topk_logprobs));
+    status.Update(CopyOutput(from.grad_hidden_states(), to.grad_hidden_states.size_bytes(),
+                             "grad_hidden_states", to.grad_hidden_states.data));
+    if (!status.ok()) return status;
+    output.sums.push_back(LossSumsFromProto(from.sums()));
+  }
+  return output;
 }
 
 v1::RowBlock RowBlockToProto(const ConstMatrixView& rows, bool with_data) {

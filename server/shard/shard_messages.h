@@ -6,6 +6,7 @@
 #define LMHEAD_SERVER_SHARD_SHARD_MESSAGES_H_
 
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -20,10 +21,20 @@ namespace lmhead {
 absl::Status StatusFromReply(const v1::CommandReply& reply);
 void StatusToReply(const absl::Status& status, v1::CommandReply* reply);
 
-// The rows of a chunk but its hidden states and outputs. The spans of the second point into the
-// message.
+// The rows of a chunk but its outputs; hidden states where they are not null. What the second
+// returns points into the message.
 v1::ShardChunk ShardChunkToProto(const ChunkRows& rows);
 absl::StatusOr<ChunkRows> ShardChunkFromProto(const v1::ShardChunk& proto);
+
+// Gives the chunk's rows room in `result` for the outputs that `spec` wants, and points them there;
+// grad_hidden_states unless the mode is kNone.
+void AddOutputs(const OutputSpec& spec, BackwardMode mode, v1::ShardChunkResult* result,
+                ChunkRows* rows);
+
+// Copies outputs to where the chunks want them. INTERNAL when one is missing or has another size.
+absl::StatusOr<BatchOutput> ReadBatchResult(const v1::ShardBatchResult& result,
+                                            const OutputSpec& spec,
+                                            std::span<const ChunkRows> chunks);
 
 // With and without the data. The view of the second points into the message.
 v1::RowBlock RowBlockToProto(const ConstMatrixView& rows, bool with_data);

@@ -142,7 +142,7 @@ class ShardGroupTest : public testing::TestWithParam<int32_t> {
           CreateGlooCollective(rank, GetParam(), {});
       EXPECT_TRUE(collective.ok()) << collective.status();
       ranks.push_back(std::make_unique<LocalRank>(
-          *std::move(collective),
+          LocalRank::Collectives{.shards = *std::move(collective)},
           [this](const HeadSpec& spec, const MemoryPlan& plan,
                  const RankContext& context) -> absl::StatusOr<std::unique_ptr<ComputeBackend>> {
             RankControl& control = controls_[context.rank];
@@ -151,7 +151,7 @@ class ShardGroupTest : public testing::TestWithParam<int32_t> {
           }));
     }
     pool_ = std::make_unique<RankPool>(std::move(ranks),
-                                       RankPool::Options{.broadcast_hidden_states = broadcast});
+                                       RankPool::Options{.broadcast_hidden_states = {broadcast}});
   }
 
   int32_t num_ranks() const { return GetParam(); }

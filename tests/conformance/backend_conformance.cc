@@ -104,7 +104,7 @@ std::vector<ConformanceCase> CasesOf(const BackendUnderTest& backend, DType bflo
        {Schedule::kEval, Schedule::kFrozen, Schedule::kRetain, Schedule::kRecompute}) {
     for (const DType weight : {DType::kFloat32, DType::kBFloat16}) {
       for (const DType hidden : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
-        if (backend.num_ranks > 1 && hidden != weight) continue;
+        if (backend.is_group() && hidden != weight) continue;
         cases.push_back(
             {.backend = backend,
              .schedule = schedule,
@@ -127,23 +127,24 @@ std::vector<ConformanceCase> TrainingCasesOf(const BackendUnderTest& backend,
 void PrintTo(const ConformanceCase& c, std::ostream* out) {
   *out << c.backend.name << " " << ScheduleName(c.schedule) << ", weight "
        << DTypeName(c.weight_dtype) << ", hidden " << DTypeName(c.hidden_dtype) << ", "
-       << c.backend.num_ranks << " ranks";
+       << c.backend.num_ranks << " ranks, " << c.backend.num_replicas << " replicas";
 }
 
 std::string CaseName(const testing::TestParamInfo<ConformanceCase>& info) {
   const ConformanceCase& c = info.param;
-  const int32_t num_ranks = c.backend.num_ranks;
+  const int32_t num_replicas = c.backend.num_replicas;
   return absl::StrCat(std::string(ScheduleName(c.schedule)), "_weight_",
                       std::string(DTypeName(c.weight_dtype)), "_hidden_",
                       std::string(DTypeName(c.hidden_dtype)),
-                      num_ranks > 1 ? absl::StrCat("_ranks_", num_ranks) : "");
+                      c.backend.is_group() ? absl::StrCat("_ranks_", c.backend.num_ranks) : "",
+                      num_replicas > 1 ? absl::StrCat("_replicas_", num_replicas) : "");
 }
 
 std::vector<GoldenConformanceCase> GoldenCasesOf(const BackendUnderTest& backend,
                                                  DType bfloat16_head_logits) {
   std::vector<GoldenConformanceCase> cases;
   for (const ConformanceCase& c : CasesOf(backend, bfloat16_head_logits)) {
-    if (c.hidden_dtype != DType::kFloat32 && backend.num_ranks == 1) continue;
+    if (c.hidden_dtype != DType::kFloat32 && !backend.is_group()) continue;
     for (const std::string& path : GoldenPaths()) cases.push_back({c, path});
   }
   return cases;
@@ -824,7 +825,7 @@ TEST_P(BackendConformance, LivesInItsPlan) {
   spec.has_bias = true;
   const auto rig = MakeRig(spec);
   HeadUnderTest& head = rig->head();
-  const int32_t num_ranks = GetParam().backend.num_ranks;
+  const int32_t num_ranks = GetParam().backend.num_ranks * GetParam().backend.num_replicas;
   const auto expect_plan = [&] {
     for (int32_t rank = 0; rank < num_ranks; ++rank) {
       const MemoryAccount::Snapshot use = head.account(rank).Read();

@@ -20,40 +20,52 @@ struct Group {
   std::unique_ptr<RankPool> pool;
 };
 
+std::unique_ptr<Collective> MakeCollective(const BackendUnderTest& backend, int32_t rank,
+                                           int32_t size) {
+  if (size == 1) return nullptr;
+  auto collective = backend.create_collective(rank, size);
+  LMHEAD_CHECK(collective.ok(), collective.status().ToString());
+  return *std::move(collective);
+}
+
 std::unique_ptr<Group> MakeGroup(const BackendUnderTest& backend) {
   auto group = std::make_unique<Group>();
   std::vector<std::unique_ptr<Rank>> ranks;
-  for (int32_t rank = 0; rank < backend.num_ranks; ++rank) {
+  for (int32_t rank = 0; rank < backend.num_ranks * backend.num_replicas; ++rank) {
     group->accounts.push_back(std::make_unique<MemoryAccount>());
-    auto collective = backend.create_collective(rank, backend.num_ranks);
-    LMHEAD_CHECK(collective.ok(), collective.status().ToString());
     ranks.push_back(std::make_unique<LocalRank>(
-        *std::move(collective),
+        LocalRank::Collectives{
+            .shards = MakeCollective(backend, rank % backend.num_ranks, backend.num_ranks),
+            .peers = MakeCollective(backend, rank / backend.num_ranks, backend.num_replicas)},
         [create = backend.create, account = group->accounts.back().get()](
             const HeadSpec& spec, const MemoryPlan& plan, const RankContext& context) {
           return create(spec, plan, account, context);
         }));
   }
-  group->pool = std::make_unique<RankPool>(std::move(ranks), RankPool::Options());
+  group->pool = std::make_unique<RankPool>(std::move(ranks),
+                                           RankPool::Options{.num_replicas = backend.num_replicas});
   return group;
 }
 
 // Connecting takes longer than most tests, so a group lives as long as the process.
 Group& GroupOf(const BackendUnderTest& backend) {
   static auto* const groups = new std::map<std::string, std::unique_ptr<Group>>;
-  auto& group = (*groups)[absl::StrCat(backend.name, "/", backend.num_ranks)];
+  auto& group =
+      (*groups)[absl::StrCat(backend.name, "/", backend.num_ranks, "/", backend.num_replicas)];
   if (group == nullptr) group = MakeGroup(backend);
   return *group;
 }
 
 PlanOptions OptionsOf(const BackendUnderTest& backend) {
-  return {.backend = backend.kind, .num_ranks = backend.num_ranks};
+  return {.backend = backend.kind,
+          .num_ranks = backend.num_ranks,
+          .num_replicas = backend.num_replicas};
 }
 
 absl::StatusOr<std::unique_ptr<ComputeBackend>> Create(const BackendUnderTest& backend,
                                                        const HeadSpec& spec, const MemoryPlan& plan,
                                                        MemoryAccount* account) {
-  if (backend.num_ranks == 1) return backend.create(spec, plan, account, RankContext());
+  if (!backend.is_group()) return backend.create(spec, plan, account, RankContext());
   return ShardGroup::Create(GroupOf(backend).pool.get(), spec, plan);
 }
 
@@ -117,7 +129,7 @@ HeadUnderTest::HeadUnderTest(const BackendUnderTest& backend, const HeadSpec& sp
 }
 
 MemoryAccount& HeadUnderTest::account(int32_t rank) {
-  return under_test_.num_ranks == 1 ? account_ : *GroupOf(under_test_).accounts[rank];
+  return under_test_.is_group() ? *GroupOf(under_test_).accounts[rank] : account_;
 }
 
 DType HeadUnderTest::DTypeOf(TensorKind kind) const {

@@ -22,16 +22,19 @@
 
 namespace lmhead {
 
-// An implementation of ComputeBackend, whole or split over ranks of this process. All heads of a
-// name and number of ranks share one group.
+// An implementation of ComputeBackend, whole or split over ranks of this process, in one replica or
+// several. All heads of a name and number of ranks and replicas share one group.
 struct BackendUnderTest {
   std::string name;
   BackendKind kind = BackendKind::kCpu;
-  int32_t num_ranks = 1;
+  int32_t num_ranks = 1;  // Of a replica.
+  int32_t num_replicas = 1;
   absl::StatusOr<std::unique_ptr<ComputeBackend>> (*create)(const HeadSpec& spec,
                                                             const MemoryPlan& plan,
                                                             MemoryAccount* account,
                                                             const RankContext& context) = nullptr;
+  bool is_group() const { return num_ranks * num_replicas > 1; }
+
   // One rank's end of a group; not needed for one rank.
   absl::StatusOr<std::unique_ptr<Collective>> (*create_collective)(int32_t rank,
                                                                    int32_t size) = nullptr;
