@@ -209,15 +209,18 @@ absl::Status HeadStream::SubmitHalf(const ArrivedChunk& chunk, ChunkDone done) {
 }
 
 absl::Status HeadStream::Settle(Pairing::Offered offered, Pairing::StreamId mine) {
-  if (offered.replaced.has_value()) {
-    offered.replaced->done(absl::FailedPreconditionError(
-        absl::StrCat("chunk ", offered.replaced->chunk.chunk_index,
-                     " came again on another stream of the worker, which has it now")));
-  }
+  // UNAVAILABLE: which of the two streams its client still has is not known here. What a broken
+  // connection had still delivered must not end the one that took its place for good.
+  const auto taken_over = [](const Pairing::Half& half) {
+    return absl::UnavailableError(absl::StrCat(
+        "chunk ", half.chunk.chunk_index,
+        " came again on another stream of the worker, which has it now; if that stream is gone, "
+        "open this one again and send what has no result"));
+  };
+  if (offered.replaced.has_value()) offered.replaced->done(taken_over(*offered.replaced));
   if (offered.refused.has_value()) {
-    const absl::Status status = absl::CancelledError("the stream is over");
-    if (offered.refused->stream_id == mine) return status;
-    offered.refused->done(status);
+    if (offered.refused->stream_id == mine) return absl::CancelledError("the stream is over");
+    offered.refused->done(taken_over(*offered.refused));
   }
   if (!offered.match.has_value()) return absl::OkStatus();
   return ComputeMatch(*std::move(offered.match), mine);
