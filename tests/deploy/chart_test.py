@@ -284,6 +284,15 @@ class Values(unittest.TestCase):
         self.assertEqual(4, pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"])
         self.assertIn("--devices=0,1,2,3", pod["containers"][0]["args"])
 
+    def test_replicas_of_heads_share_the_ranks(self):
+        for values, replicas in (({"gpu": {"count": 4}}, 2), ({"hosts": 2, "gpu": {"count": 4}}, 8), ({"hosts": 2, "gpu": {"count": 0}}, 2)):
+            server = chart.servers(self.render(values | {"headReplicas": replicas}))[0]
+            self.assertIn(f"--replicas={replicas}", server["args"])
+        self.assertFalse([a for a in chart.servers(self.render({"gpu": {"count": 4}}))[0]["args"] if a.startswith("--replicas")])
+        self.refused({"gpu": {"count": 4}, "headReplicas": 3}, "headReplicas: got 3, wanted a divisor of hosts * gpu.count, 4")
+        self.refused({"headReplicas": 2}, "headReplicas: got 2, wanted a divisor of hosts * gpu.count, 1")
+        self.refused({"flags": {"replicas": 2}}, "invalid propertyName 'replicas'")
+
     def test_names_are_stable(self):
         """A trainer has the pod's name in its settings, so neither a version nor another value may change it."""
         first = chart.of_kind(self.render({}, name="prod"), "StatefulSet")[0]

@@ -75,6 +75,17 @@ class Rules(unittest.TestCase):
         self.assertEqual({rule["alert"] for rule in rules("alert")}, headings)
 
 
+def without_suffix(name):
+    """Of the series of a histogram or summary."""
+    return re.sub(r"_(bucket|sum|count)$", "", name)
+
+
+def explained_metrics():
+    text = OPERATING.read_text()
+    section = text[text.index("\n## Metrics\n"):]
+    return set(re.findall(r"`((?:lmhead|process)_\w+)", section[:section.index("\n## ", 1)]))
+
+
 def literals(folder):
     """All string literals of a folder's sources, those that follow each other joined as the compiler does it."""
     text = ""
@@ -139,13 +150,11 @@ class Shape(unittest.TestCase):
                 self.assertNotRegex(target["expr"], r"_total\{[^}]*\}(?!\[)")
 
     def test_every_metric_is_explained(self):
-        text = OPERATING.read_text()
-        metrics = text[text.index("\n## Metrics\n"):]
-        explained = set(re.findall(r"`((?:lmhead|process)_\w+)", metrics[:metrics.index("\n## ", 1)]))
+        explained = explained_metrics()
         expressions = [target["expr"] for _, target in dashboard.queries(self.dashboard)] + [rule["expr"] for rule in rules("expr")]
         for expression in expressions:
             for name in re.findall(r"(?<![\w:])(?:lmhead|process)_\w+", expression):
-                self.assertIn(re.sub(r"_(bucket|sum|count)$", "", name), explained)
+                self.assertIn(without_suffix(name), explained)
 
     def test_panels_lie_in_the_grid_and_not_over_each_other(self):
         taken = {}
@@ -204,6 +213,10 @@ class Scrape(unittest.TestCase):
         for rule in rules("record"):
             with self.subTest(rule["record"]):
                 self.assertTrue(self.stack.query_range(rule["record"], LOAD_SECONDS))
+
+    def test_the_manual_explains_what_there_is_and_nothing_else(self):
+        names = {without_suffix(name) for name in self.stack.metric_names() if re.match("(lmhead|process)_", name)}
+        self.assertEqual(names, explained_metrics())
 
     def test_every_metric_that_an_alert_reads_is_there(self):
         names = self.stack.metric_names()

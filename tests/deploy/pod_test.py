@@ -75,7 +75,7 @@ class PodCommand(unittest.TestCase):
 
 
 class HostGroup(unittest.TestCase):
-    """A LeaderWorkerSet of two hosts without GPUs, as two processes: a trainer's head is split over both."""
+    """A LeaderWorkerSet of two hosts without GPUs, as two processes: a trainer's head is split over both, or each has it."""
 
     def start(self, container, folder, name, **variables):
         # What Kubernetes and the operator put in.
@@ -91,10 +91,17 @@ class HostGroup(unittest.TestCase):
         self.addCleanup(program.kill)
         return program
 
-    def test_it_trains_and_ends(self):
+    def test_a_head_over_both(self):
+        self.check_it_trains_and_ends({}, 'lmhead_memory_limit_bytes{rank="1"}')
+
+    def test_a_head_on_each(self):
+        self.check_it_trains_and_ends({"headReplicas": 2}, 'lmhead_replica_tokens_total{replica="1"}')
+
+    def check_it_trains_and_ends(self, values, metric):
+        """The metric, of the second host, has to be above 0."""
         folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory(prefix="lmhead-group-")))
         ports = {name: free_port() for name in ("grpc", "metrics", "health", "group")}
-        objects = chart.render({"hosts": 2, "gpu": {"count": 0}, "ports": ports, "security": {"insecure": True}})
+        objects = chart.render({"hosts": 2, "gpu": {"count": 0}, "ports": ports, "security": {"insecure": True}} | values)
         template = chart.of_kind(objects, "LeaderWorkerSet")[0]["spec"]["leaderWorkerTemplate"]
         leader, follower = (template[key]["spec"]["containers"][0] for key in ("leaderTemplate", "workerTemplate"))
         programs = [self.start(leader, folder, "leader"), self.start(follower, folder, "follower", LWS_WORKER_INDEX="1")]
@@ -115,7 +122,9 @@ class HostGroup(unittest.TestCase):
         # 1: not as good as the demo wants it, after so few steps.
         self.assertIn(demo.returncode, (0, 1), demo.stdout + demo.stderr + logs())
         with urllib.request.urlopen(f"http://127.0.0.1:{ports['metrics']}/metrics", timeout=10) as answer:
-            self.assertIn('lmhead_memory_limit_bytes{rank="1"}', answer.read().decode())
+            values = [line.rpartition(" ")[2] for line in answer.read().decode().splitlines() if line.startswith(metric)]
+        self.assertEqual(1, len(values))
+        self.assertGreater(float(values[0]), 0)
         for program in programs:
             program.send_signal(signal.SIGTERM)
             self.assertEqual(0, program.wait(timeout=60), logs())

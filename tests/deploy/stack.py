@@ -96,7 +96,7 @@ class Stack:
         files = [f"--tls_cert_file={self.path('tls.crt')}", f"--tls_key_file={self.path('tls.key')}"]
         self.client_tls = [*files, f"--tls_ca_file={self.path('ca.crt')}"]
         program = self.start([LMHEAD, "serve", "--listen=127.0.0.1:0", "--metrics_listen=127.0.0.1:0", "--backend=cpu",
-                              f"--checkpoint_dir={self.path('checkpoints')}",
+                              "--ranks=2", "--replicas=2", f"--checkpoint_dir={self.path('checkpoints')}",
                               *files, f"--tls_client_ca_file={self.path('ca.crt')}", f"--ready_file={ready}"], "server.log")
 
         def address():

@@ -17,6 +17,13 @@ A pod with the GPUs of one host: `lmhead serve`, or `lmhead follow` on the furth
 - --group_listen=0.0.0.0:{{ .Values.ports.group }}
 - --collective_host=$(POD_IP)
 {{- end }}
+{{- $ranks := mul .Values.hosts (max 1 .Values.gpu.count) }}
+{{- if ne (mod $ranks .Values.headReplicas) 0 -}}
+{{- fail (printf "headReplicas: got %d, wanted a divisor of hosts * gpu.count, %d" (int .Values.headReplicas) $ranks) -}}
+{{- end }}
+{{- if gt (int .Values.headReplicas) 1 }}
+- --replicas={{ .Values.headReplicas }}
+{{- end }}
 {{- end -}}
 
 {{- define "lmhead.followArgs" -}}
