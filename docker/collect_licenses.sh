@@ -14,8 +14,15 @@ for library in "$build"/bin/lib/*; do
 done
 # Header-only, or of the compiler's own runtime.
 packages=(nlohmann-json3-dev libspdlog-dev libfmt-dev libxxhash-dev libstdc++-12-dev)
-mapfile -t owners < <(dpkg -S "${files[@]}" | sed 's/:.*//' | sort -u)
-packages+=("${owners[@]}")
+for file in "${files[@]}"; do
+  # Where /lib is a link to /usr/lib, dpkg knows some files by the one and some by the other.
+  if ! owner=$(dpkg -S "$file" 2>/dev/null || dpkg -S "${file#/usr}" 2>/dev/null); then
+    echo "licenses: $file is of no package" >&2
+    exit 1
+  fi
+  packages+=("${owner%%:*}")
+done
+mapfile -t packages < <(printf '%s\n' "${packages[@]}" | sort -u)
 
 mkdir -p "$destination"
 for package in "${packages[@]}"; do
@@ -29,6 +36,10 @@ done
 if [ -n "$cuda_doc" ]; then
   for library in cublas nccl; do
     find "$cuda_doc" -path "*$library*" -name copyright -exec cp {} "$destination/$library" \;
+    if [ ! -s "$destination/$library" ]; then
+      echo "licenses: $cuda_doc has no copyright file of $library" >&2
+      exit 1
+    fi
   done
 fi
 echo "licenses: ${#packages[@]} packages"
