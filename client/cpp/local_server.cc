@@ -1,8 +1,6 @@
 #include "client/cpp/local_server.h"
 
-#include <fcntl.h>
 #include <signal.h>
-#include <spawn.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -17,8 +15,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
-
-extern char** environ;
+#include "client/cpp/child_process.h"
 
 namespace lmhead {
 namespace {
@@ -47,28 +44,6 @@ absl::StatusOr<std::string> MakeTemporaryDirectory() {
   return path;
 }
 
-// Runs arguments[0] with its output in `log_path` and no input, in the process group of its parent:
-// a Ctrl-C at the terminal ends both.
-absl::StatusOr<pid_t> Spawn(const std::vector<std::string>& arguments,
-                            const std::string& log_path) {
-  std::vector<char*> argv;
-  for (const std::string& argument : arguments) argv.push_back(const_cast<char*>(argument.c_str()));
-  argv.push_back(nullptr);
-  posix_spawn_file_actions_t actions;
-  posix_spawn_file_actions_init(&actions);
-  posix_spawn_file_actions_addopen(&actions, STDIN_FILENO, "/dev/null", O_RDONLY, 0);
-  posix_spawn_file_actions_addopen(&actions, STDOUT_FILENO, log_path.c_str(),
-                                   O_WRONLY | O_CREAT | O_APPEND, 0600);
-  posix_spawn_file_actions_adddup2(&actions, STDOUT_FILENO, STDERR_FILENO);
-  pid_t pid = -1;
-  const int error = posix_spawnp(&pid, argv[0], &actions, nullptr, argv.data(), environ);
-  posix_spawn_file_actions_destroy(&actions);
-  if (error != 0) {
-    return absl::NotFoundError(absl::StrFormat("cannot run %s: %s", arguments[0], strerror(error)));
-  }
-  return pid;
-}
-
 // The exit code when the child has ended (128 + signal when one killed it).
 std::optional<int> Reap(pid_t pid, int options) {
   int status = 0;
@@ -95,7 +70,7 @@ absl::StatusOr<std::unique_ptr<LocalServer>> LocalServer::Start(
                                         "--metrics_listen=127.0.0.1:0",
                                         absl::StrCat("--ready_file=", ready_file)};
   arguments.insert(arguments.end(), extra_flags.begin(), extra_flags.end());
-  const absl::StatusOr<pid_t> pid = Spawn(arguments, server->LogPath());
+  const absl::StatusOr<pid_t> pid = SpawnChild(arguments, server->LogPath());
   if (!pid.ok()) return pid.status();
   server->pid_ = *pid;
   if (absl::Status status = server->AwaitReady(ready_file, timeout); !status.ok()) return status;

@@ -1,6 +1,7 @@
 // Starts `lmhead serve` as a child process on free loopback ports, and stops it.
 //
-// For the demo, the benchmarks and the tests: a real server process behind a real socket.
+// For the demo, the benchmarks and the tests: a real server process behind a real socket. It does
+// not outlive the process that started it, also one that is killed.
 
 #ifndef LMHEAD_CLIENT_CPP_LOCAL_SERVER_H_
 #define LMHEAD_CLIENT_CPP_LOCAL_SERVER_H_
@@ -21,6 +22,7 @@ class LocalServer {
   // Runs `binary serve --listen=127.0.0.1:0 --metrics_listen=127.0.0.1:0 --ready_file=…
   // extra_flags…` and waits until the ready file is written. On failure the error carries the end
   // of the server's log.
+  // REQUIRES: the calling thread lives as long as the server is wanted (see SpawnChild).
   static absl::StatusOr<std::unique_ptr<LocalServer>> Start(
       const std::string& binary, const std::vector<std::string>& extra_flags,
       absl::Duration timeout = absl::Seconds(30));

@@ -47,6 +47,14 @@ UNTIMED_STEPS = 2  # In which kernels are loaded and memory is first taken.
 # Largest difference of a step's losses, of the local one. Two runs that round differently drift apart as they train.
 LOSS_BOUNDS = {"float32": 1e-4, "bfloat16": 1e-3}
 
+# Becomes the program of its arguments, which the kernel kills (prctl's PR_SET_PDEATHSIG) when the thread that started it ends.
+END_WITH_PARENT = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+if os.getppid() == int(sys.argv[1]):
+    os.execv(sys.argv[2], sys.argv[2:])
+"""
+
 
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -185,7 +193,8 @@ def service(options):
         ready, log = folder / "ready", options.out / "service.log"
         with open(log, "wb") as stream:
             process = subprocess.Popen(
-                [options.server, "serve", f"--listen=unix:{folder}/socket", "--metrics_listen=127.0.0.1:0",
+                [sys.executable, "-c", END_WITH_PARENT, str(os.getpid()), options.server, "serve",
+                 f"--listen=unix:{folder}/socket", "--metrics_listen=127.0.0.1:0",
                  f"--ready_file={ready}", f"--backend={options.device}"], stdout=stream, stderr=stream)
         try:
             deadline = time.monotonic() + 60
