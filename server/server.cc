@@ -79,8 +79,8 @@ int64_t DefaultRankLimitBytes(const Hardware& hardware) {
   return DefaultMemoryLimitBytes(bytes) / hardware.MostRanksOnADevice();
 }
 
-// At once, over all replicas. One on the CPU computes one at a time, and has the next there while it
-// does: a replica elsewhere would otherwise wait for it.
+// At once, over all replicas. One on the CPU computes one at a time, and has the next there while
+// it does: a replica elsewhere would otherwise wait for it.
 int32_t BatchesInFlight(bool cuda, int32_t num_replicas) {
   if (cuda) return kCudaBatchesInFlight * num_replicas;
   return num_replicas == 1 ? 1 : 2 * num_replicas;
@@ -106,7 +106,7 @@ class Server::Impl {
                                               : DefaultRankLimitBytes(hardware_)) {}
   ~Impl();
 
-  absl::Status Start();
+  absl::Status Start(const std::function<bool()>& cancelled);
   void Stop(absl::Time deadline);
 
   const std::string& address() const { return address_; }
@@ -122,7 +122,8 @@ class Server::Impl {
   absl::Status MakeSlots();
   absl::Status MakeRanks();
   void ConnectRanks();
-  absl::Status AwaitRanks();
+  void CheckHeads();
+  absl::Status AwaitRanks(const std::function<bool()>& cancelled);
   void MakeCompute();
   absl::Status ServeMetrics();
   absl::Status ServeHealth();
@@ -173,6 +174,7 @@ class Server::Impl {
   std::atomic<bool> connect_requested_{false};
   std::string not_ready_;                  // Why the ranks are not connected; the executor's.
   std::atomic<bool> ranks_usable_{false};  // ranks_ and the executor are there.
+  std::atomic<bool> heads_usable_{false};  // heads_ is there, too.
   absl::Mutex ready_mu_;
   bool serving_ ABSL_GUARDED_BY(ready_mu_) = false;  // Calls are taken; the server is not stopping.
 
@@ -185,7 +187,7 @@ class Server::Impl {
 
 // --- Start ---
 
-absl::Status Server::Impl::Start() {
+absl::Status Server::Impl::Start(const std::function<bool()>& cancelled) {
   absl::StatusOr<std::unique_ptr<Security>> security = Security::Load(config_.security);
   if (!security.ok()) return security.status();
   security_ = *std::move(security);
@@ -195,7 +197,7 @@ absl::Status Server::Impl::Start() {
   if (absl::Status status = MakeSlots(); !status.ok()) return status;
   if (absl::Status status = MakeRanks(); !status.ok()) return status;
   MakeCompute();
-  if (absl::Status status = AwaitRanks(); !status.ok()) return status;
+  if (absl::Status status = AwaitRanks(cancelled); !status.ok()) return status;
   if (absl::Status status = RestoreHeads(); !status.ok()) return status;
   {
     absl::MutexLock lock(&gauges_mu_);
@@ -299,14 +301,28 @@ void Server::Impl::ConnectRanks() {
     const std::string problem(ranks_->Connect().message());
     if (!problem.empty() && problem != not_ready_) spdlog::info("not ready: {}", problem);
     not_ready_ = problem;
+    if (problem.empty() && heads_usable_) CheckHeads();
   });
 }
 
+// Tells of the heads whose shards went with a rank's process, rather than let a trainer find out.
+// On the executor's thread.
+void Server::Impl::CheckHeads() {
+  for (const std::shared_ptr<Head>& head : heads_->List()) {
+    if (!head->Status().poisoned_by.empty()) continue;
+    const absl::Status status = head->CheckStateOnExecutor();
+    if (absl::IsAborted(status)) spdlog::error("{}", std::string(status.message()));
+  }
+}
+
 // Heads can be restored only onto ranks that are there.
-absl::Status Server::Impl::AwaitRanks() {
+absl::Status Server::Impl::AwaitRanks(const std::function<bool()>& cancelled) {
   if (!config_.restore) return absl::OkStatus();
   const absl::Time deadline = absl::Now() + kRestorePatience;
   while (!ranks_->ready()) {
+    if (cancelled && cancelled()) {
+      return absl::CancelledError("--restore: told to stop before all ranks were there");
+    }
     if (absl::Now() > deadline) {
       return absl::UnavailableError(absl::StrCat("--restore: not all ranks came within ",
                                                  absl::FormatDuration(kRestorePatience),
@@ -337,6 +353,7 @@ void Server::Impl::MakeCompute() {
                       .chunk_bytes_max = config_.chunk_bytes_max,
                       .pair_timeout = config_.pair_timeout,
                       .num_ranks = ranks_->ranks_per_replica()});
+  heads_usable_ = true;
   service_ = std::make_unique<LmHeadServiceImpl>(
       StreamEnvironment{.heads = heads_.get(),
                         .slots = slots_.get(),
@@ -619,6 +636,8 @@ Server::Impl::~Impl() {
   watchdog_.reset();
   // A follower that hangs does not hold up the end of the heads.
   if (ranks_ != nullptr) ranks_->StopFollowers();
+  heads_usable_ = false;
+  if (executor_ != nullptr) executor_->Run([] {});  // Nothing on its thread looks at them any more.
   heads_.reset();
   ranks_usable_ = false;
   executor_.reset();
@@ -630,7 +649,8 @@ Server::Impl::~Impl() {
 
 // --- Server ---
 
-absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerConfig& config) {
+absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerConfig& config,
+                                                      const std::function<bool()>& cancelled) {
   KeepGrpcInitialized();
   ServerConfig filled = config;
   FillRankDefaults(&filled.ranks);
@@ -638,7 +658,7 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerConfig& config
       ChooseHardware(config.backend, filled.ranks.devices, filled.ranks.num_local);
   if (!hardware.ok()) return hardware.status();
   auto impl = std::make_unique<Impl>(filled, *std::move(hardware));
-  if (absl::Status status = impl->Start(); !status.ok()) return status;
+  if (absl::Status status = impl->Start(cancelled); !status.ok()) return status;
   return std::unique_ptr<Server>(new Server(std::move(impl)));
 }
 

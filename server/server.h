@@ -24,6 +24,7 @@
 #define LMHEAD_SERVER_SERVER_H_
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 
@@ -41,8 +42,11 @@ class Server {
  public:
   // Starts serving. UNAVAILABLE when an address is taken, naming it; RESOURCE_EXHAUSTED when there
   // is no room for the staging slots; UNIMPLEMENTED for a backend that this build does not have.
-  // REQUIRES: config is validated.
-  static absl::StatusOr<std::unique_ptr<Server>> Start(const ServerConfig& config);
+  // With config.restore it waits for the followers of ranks elsewhere: minutes, in which
+  // `cancelled` is asked several times a second; CANCELLED when it said true. REQUIRES: config is
+  // validated.
+  static absl::StatusOr<std::unique_ptr<Server>> Start(const ServerConfig& config,
+                                                       const std::function<bool()>& cancelled = {});
   ~Server();  // Stops at once when still serving.
   Server(const Server&) = delete;
   Server& operator=(const Server&) = delete;

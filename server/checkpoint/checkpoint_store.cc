@@ -281,7 +281,7 @@ void CheckpointStore::RemoveLeftovers(const std::string& head) const {
 
 void CheckpointStore::RemoveOld(const std::string& head) const {
   if (keep_ == 0) return;
-  const std::vector<Found> complete = Complete(head);
+  const std::vector<StoredCheckpoint> complete = Complete(head);
   for (size_t i = static_cast<size_t>(keep_); i < complete.size(); ++i) {
     // Its manifest first: without it the rest is no checkpoint, whenever the removal stops.
     const std::string directory = absl::StrCat(HeadPath(head), "/", complete[i].name);
@@ -307,8 +307,8 @@ absl::StatusOr<CheckpointManifest> CheckpointStore::Load(const std::string& head
   return manifest;
 }
 
-std::vector<CheckpointStore::Found> CheckpointStore::Complete(const std::string& head) const {
-  std::vector<Found> complete;
+std::vector<StoredCheckpoint> CheckpointStore::Complete(const std::string& head) const {
+  std::vector<StoredCheckpoint> complete;
   for (const std::string& name : Names(HeadPath(head))) {
     if (absl::StartsWith(name, kTemporaryPrefix)) continue;
     absl::StatusOr<CheckpointManifest> manifest = Load(head, name);
@@ -319,38 +319,33 @@ std::vector<CheckpointStore::Found> CheckpointStore::Complete(const std::string&
                    std::string(manifest.status().message()));
     }
   }
-  std::stable_sort(complete.begin(), complete.end(), [](const Found& a, const Found& b) {
-    return a.manifest.snapshot.last_committed_step > b.manifest.snapshot.last_committed_step;
-  });
+  std::stable_sort(
+      complete.begin(), complete.end(), [](const StoredCheckpoint& a, const StoredCheckpoint& b) {
+        return a.manifest.snapshot.last_committed_step > b.manifest.snapshot.last_committed_step;
+      });
   return complete;
 }
 
-absl::StatusOr<CheckpointStore::Found> CheckpointStore::FindNamed(const std::string& head,
-                                                                  const std::string& name) const {
+absl::StatusOr<StoredCheckpoint> CheckpointStore::Find(const std::string& head,
+                                                       const std::string& name) const {
+  if (absl::Status status = CheckName("head name", head); !status.ok()) return status;
   if (!name.empty()) {
     if (absl::Status status = CheckName("checkpoint name", name); !status.ok()) return status;
     absl::StatusOr<CheckpointManifest> manifest = Load(head, name);
-    if (manifest.ok()) return Found{name, *std::move(manifest)};
+    if (manifest.ok()) return StoredCheckpoint{name, *std::move(manifest)};
     if (!absl::IsNotFound(manifest.status())) return manifest.status();
   }
-  std::vector<Found> complete = Complete(head);
+  std::vector<StoredCheckpoint> complete = Complete(head);
   if (name.empty() && !complete.empty()) return std::move(complete.front());
   const std::string there =
-      complete.empty() ? "none"
-                       : absl::StrJoin(complete, ", ", [](std::string* out, const Found& found) {
-                           absl::StrAppend(out, found.name);
-                         });
+      complete.empty()
+          ? "none"
+          : absl::StrJoin(complete, ", ", [](std::string* out, const StoredCheckpoint& found) {
+              absl::StrAppend(out, found.name);
+            });
   return absl::NotFoundError(absl::StrCat("no checkpoint ",
                                           name.empty() ? "" : absl::StrCat(name, " "), "of head ",
                                           head, " in ", root_, "; complete ones: ", there));
-}
-
-absl::StatusOr<CheckpointManifest> CheckpointStore::Find(const std::string& head,
-                                                         const std::string& name) const {
-  if (absl::Status status = CheckName("head name", head); !status.ok()) return status;
-  absl::StatusOr<Found> found = FindNamed(head, name);
-  if (!found.ok()) return found.status();
-  return std::move(found->manifest);
 }
 
 std::vector<std::string> CheckpointStore::Heads() const {
@@ -364,12 +359,10 @@ std::vector<std::string> CheckpointStore::Heads() const {
 
 // --- Restoring ---
 
-absl::Status CheckpointStore::Restore(Head& head, const std::string& name) {
+absl::Status CheckpointStore::Restore(Head& head, const StoredCheckpoint& checkpoint) {
   absl::MutexLock lock(&mu_);
-  absl::StatusOr<Found> found = FindNamed(head.spec().name, name);
-  if (!found.ok()) return found.status();
-  const CheckpointManifest& manifest = found->manifest;
-  const std::string directory = absl::StrCat(HeadPath(head.spec().name), "/", found->name);
+  const CheckpointManifest& manifest = checkpoint.manifest;
+  const std::string directory = absl::StrCat(HeadPath(head.spec().name), "/", checkpoint.name);
   for (const CheckpointShard& shard : manifest.shards) {
     absl::Status status = CheckShardFile(absl::StrCat(directory, "/", shard.file), shard.digest);
     if (!status.ok()) return status;

@@ -33,6 +33,12 @@ struct SavedCheckpoint {
   int64_t num_bytes = 0;  // Of its tensor files.
 };
 
+// A complete checkpoint that is there.
+struct StoredCheckpoint {
+  std::string name;
+  CheckpointManifest manifest;
+};
+
 // Thread-safe; one save or restore at a time.
 class CheckpointStore {
  public:
@@ -54,30 +60,25 @@ class CheckpointStore {
   // are removed.
   absl::StatusOr<SavedCheckpoint> Save(Head& head, const std::string& name);
 
-  // The manifest of a checkpoint; an empty `name` means the one with the highest step. NOT_FOUND
+  // Finds a checkpoint; an empty `name` means the one with the highest step. NOT_FOUND
   // naming those there are; INVALID_ARGUMENT or DATA_LOSS when it is damaged. Of an empty name,
   // damaged ones are passed over with a warning in the log.
-  absl::StatusOr<CheckpointManifest> Find(const std::string& head, const std::string& name) const;
+  absl::StatusOr<StoredCheckpoint> Find(const std::string& head, const std::string& name) const;
 
-  // Restores `head` from a checkpoint that Find returned for `name`. DATA_LOSS naming the file that
-  // is not what the manifest says: the head is untouched.
-  absl::Status Restore(Head& head, const std::string& name);
+  // Restores `head` from a checkpoint that Find returned for it. DATA_LOSS naming the file that is
+  // not what the manifest says, or has been removed since: the head is untouched. Otherwise what
+  // Head::Restore says.
+  absl::Status Restore(Head& head, const StoredCheckpoint& checkpoint);
 
   // Heads that have at least one complete checkpoint.
   std::vector<std::string> Heads() const;
 
  private:
-  struct Found {
-    std::string name;
-    CheckpointManifest manifest;
-  };
-
   absl::StatusOr<SavedCheckpoint> SaveLocked(Head& head, const std::string& name)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   std::string HeadPath(const std::string& head) const { return root_ + "/" + head; }
   absl::StatusOr<CheckpointManifest> Load(const std::string& head, const std::string& name) const;
-  std::vector<Found> Complete(const std::string& head) const;  // By falling step.
-  absl::StatusOr<Found> FindNamed(const std::string& head, const std::string& name) const;
+  std::vector<StoredCheckpoint> Complete(const std::string& head) const;  // By falling step.
   absl::StatusOr<CheckpointManifest> Write(const HeadSnapshot& snapshot, TensorReader read,
                                            const std::string& directory) const;
   absl::Status Publish(const std::string& temporary, const std::string& head,

@@ -212,6 +212,13 @@ sigset_t StopSignals() {
   return signals;
 }
 
+// A stop signal has come and waits to be taken.
+bool StopSignalled() {
+  sigset_t pending;
+  sigpending(&pending);
+  return sigismember(&pending, SIGTERM) == 1 || sigismember(&pending, SIGINT) == 1;
+}
+
 // Waits for the first signal, drains, and cuts the drain short at a second one.
 void ServeUntilStopped(Server* server, absl::Duration drain_timeout) {
   const sigset_t signals = StopSignals();
@@ -273,7 +280,11 @@ int RunServe(absl::Span<char* const> positional) {
   pthread_sigmask(SIG_BLOCK, &signals, nullptr);
   ::signal(SIGPIPE, SIG_IGN);
 
-  absl::StatusOr<std::unique_ptr<Server>> server = Server::Start(*config);
+  absl::StatusOr<std::unique_ptr<Server>> server = Server::Start(*config, &StopSignalled);
+  if (absl::IsCancelled(server.status())) {
+    spdlog::info("{}", std::string(server.status().message()));
+    return 0;
+  }
   if (!server.ok()) return Fail(server.status(), kExitFailure);
   if (const std::string path = absl::GetFlag(FLAGS_ready_file); !path.empty()) {
     absl::Status status = WriteReadyFile(path, **server);

@@ -10,7 +10,8 @@
 //     that names it. Weights are as they were; the step is lost, the next one connects anew.
 //   * A follower that is gone and comes back as the same process still holds its shards.
 //   * A follower that comes back as another process has lost them, and every head that existed then
-//     is unusable for good: it has to be deleted, created and loaded again.
+//     is unusable for good: it has to be restored from a checkpoint, or deleted, created and loaded
+//     again.
 //
 // Thread-safe, except that the calls of ShardGroups come from one thread, the executor's.
 

@@ -127,8 +127,9 @@ absl::Status Head::CheckLoaded() const {
 absl::Status Head::Poison(const absl::Status& error) {
   absl::MutexLock lock(&mu_);
   if (poisoned_.ok()) {
-    poisoned_ = absl::AbortedError(absl::StrCat(
-        "head ", spec_.name, " is poisoned: ", error.message(), "; delete and create it again"));
+    poisoned_ = absl::AbortedError(
+        absl::StrCat("head ", spec_.name, " is poisoned: ", error.message(),
+                     "; restore a checkpoint (RestoreCheckpoint), or delete and create it again"));
   }
   return poisoned_;
 }
@@ -157,6 +158,19 @@ absl::Status Head::RunOnBackend(absl::FunctionRef<absl::Status(ComputeBackend&)>
   absl::Status status;
   environment_.executor->Run([&] { status = work(*backend_); });
   return status;
+}
+
+absl::Status Head::CheckState() {
+  if (absl::Status status = CheckUsable(); !status.ok()) return status;
+  absl::Status status;
+  environment_.executor->Run([&] { status = CheckStateOnExecutor(); });
+  return status;
+}
+
+absl::Status Head::CheckStateOnExecutor() {
+  if (absl::Status status = CheckUsable(); !status.ok()) return status;
+  absl::Status status = backend_->CheckState();
+  return absl::IsAborted(status) ? Poison(status) : status;
 }
 
 void Head::BookResult(Step* step, const std::string& worker, const ComputedChunk& chunk) {

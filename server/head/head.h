@@ -102,6 +102,12 @@ class Head : public std::enable_shared_from_this<Head> {
   const MemoryPlan& plan() const { return plan_; }
   HeadStatus Status() const;
 
+  // OK while the head can be used and all its ranks are there. UNAVAILABLE while one is away,
+  // NOT_FOUND when it was deleted. ABORTED when it is poisoned, which it is from here on when a
+  // rank has lost its shard.
+  absl::Status CheckState();
+  absl::Status CheckStateOnExecutor();  // The same, called on the executor's thread.
+
   // --- Steps; the comments of lmhead.v1 are the reference ---
 
   struct BegunStep {
@@ -154,8 +160,8 @@ class Head : public std::enable_shared_from_this<Head> {
 
   // Makes the head what the snapshot says; `load` writes all its tensors. FAILED_PRECONDITION,
   // before `load` is called, while a step is open or when the snapshot is of a head of another
-  // shape, dtype or optimizer (the difference is named). A failure of `load` poisons the head,
-  // which is then half written.
+  // shape, dtype or optimizer (the difference is named); likewise what CheckState() says. A failure
+  // of `load` poisons the head, which is then half written.
   absl::Status Restore(const HeadSnapshot& snapshot,
                        absl::FunctionRef<absl::Status(TensorWriter)> load);
 

@@ -74,6 +74,8 @@ absl::Status Head::Restore(const HeadSnapshot& snapshot,
     return absl::FailedPreconditionError(
         absl::StrCat("head ", spec_.name, ": the checkpoint is of another head: ", difference));
   }
+  // Before anything of the head is overwritten.
+  if (absl::Status status = CheckState(); !status.ok()) return status;
   absl::Status status = load([this](TensorKind kind, int64_t row_start, ConstMatrixView rows) {
     return RunOnBackend(
         [&](ComputeBackend& backend) { return backend.WriteRows(kind, row_start, rows); });
@@ -81,7 +83,7 @@ absl::Status Head::Restore(const HeadSnapshot& snapshot,
   if (status.ok()) {
     status = RunOnBackend([&](ComputeBackend& backend) {
       backend.set_num_updates(snapshot.num_updates);
-      return absl::OkStatus();
+      return backend.CheckState();
     });
   }
   if (!status.ok()) {

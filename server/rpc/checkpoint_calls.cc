@@ -20,19 +20,26 @@ absl::Status NoStore() {
 absl::StatusOr<std::shared_ptr<Head>> RestoreHead(HeadRegistry* heads, CheckpointStore* store,
                                                   const std::string& name,
                                                   const std::string& checkpoint) {
-  absl::StatusOr<CheckpointManifest> manifest = store->Find(name, checkpoint);
-  if (!manifest.ok()) return manifest.status();
+  absl::StatusOr<StoredCheckpoint> stored = store->Find(name, checkpoint);
+  if (!stored.ok()) return stored.status();
+  const HeadSnapshot& snapshot = stored->manifest.snapshot;
   absl::StatusOr<std::shared_ptr<Head>> head = heads->Find(name);
-  if (head.ok() && !(*head)->Status().poisoned_by.empty()) {
-    absl::Status deleted = heads->Delete(name, /*force=*/true);
-    if (!deleted.ok()) return deleted;
-    head = absl::NotFoundError(name);
+  if (head.ok()) {
+    const absl::Status state = (*head)->CheckState();
+    if (absl::IsAborted(state)) {
+      absl::Status deleted = heads->Delete(name, /*force=*/true);
+      if (!deleted.ok()) return deleted;
+      head = absl::NotFoundError(name);
+    } else if (!state.ok()) {
+      return state;
+    }
   }
-  if (!head.ok()) head = heads->Create(manifest->snapshot.spec);
+  if (!head.ok()) head = heads->Create(snapshot.spec);
   if (!head.ok()) return head.status();
-  if (absl::Status status = store->Restore(**head, checkpoint); !status.ok()) return status;
-  spdlog::info("head {}: restored from a checkpoint of step {}, written {} by lmhead {}", name,
-               manifest->snapshot.last_committed_step, manifest->created_at, manifest->version);
+  if (absl::Status status = store->Restore(**head, *stored); !status.ok()) return status;
+  spdlog::info("head {}: restored from checkpoint {} of step {}, written {} by lmhead {}", name,
+               stored->name, snapshot.last_committed_step, stored->manifest.created_at,
+               stored->manifest.version);
   return head;
 }
 

@@ -13,8 +13,10 @@
 namespace lmhead {
 
 // Restores head `name` from the checkpoint of that name, or from its newest for an empty one. A
-// head that is not there, or is poisoned, is created as the checkpoint describes it. Errors are
-// those of CheckpointStore::Find and Restore, and of HeadRegistry::Create.
+// head that is not there, or is poisoned (as one is whose rank has lost its shard), is created as
+// the checkpoint describes it; an open step of a poisoned head is aborted. UNAVAILABLE while a rank
+// is away. Other errors are those of CheckpointStore::Find and Restore, and of
+// HeadRegistry::Create.
 absl::StatusOr<std::shared_ptr<Head>> RestoreHead(HeadRegistry* heads, CheckpointStore* store,
                                                   const std::string& name,
                                                   const std::string& checkpoint);

@@ -35,6 +35,11 @@ constexpr char kRootVariable[] = "LMHEAD_TEST_CHECKPOINT_ROOT";
 
 bool Never() { return false; }
 
+absl::Status Restore(CheckpointStore& store, Head& head, const std::string& name) {
+  const absl::StatusOr<StoredCheckpoint> found = store.Find(head.spec().name, name);
+  return found.ok() ? store.Restore(head, *found) : found.status();
+}
+
 HeadSpec Spec(DType dtype, OptimizerKind kind, bool bias) {
   HeadSpec spec;
   spec.name = "lm";
@@ -151,7 +156,7 @@ TEST_F(CheckpointStoreTest, TrainingGoesOnAfterARestore) {
 
         World second(2);
         const std::shared_ptr<Head> restored = second.Create(spec);
-        ASSERT_TRUE(store.Restore(*restored, "").ok());
+        ASSERT_TRUE(Restore(store, *restored, "").ok());
         EXPECT_EQ(restored->Status().last_committed_step, 2);
         const CommittedStep third = second.Train(*restored, 3);
         EXPECT_EQ(third.num_updates, 3);
@@ -171,7 +176,7 @@ TEST_F(CheckpointStoreTest, TheLastCommitIsAnsweredAgainAfterARestart) {
 
   World second(2);
   const std::shared_ptr<Head> restored = second.Create(head->spec());
-  ASSERT_TRUE(store.Restore(*restored, "a").ok());
+  ASSERT_TRUE(Restore(store, *restored, "a").ok());
   const absl::StatusOr<CommittedStep> again = restored->CommitStep(5, 1, World::kCommit);
   ASSERT_TRUE(again.ok()) << again.status();
   EXPECT_TRUE(again->repeated);
@@ -237,17 +242,17 @@ TEST_F(CheckpointStoreTest, TornAndChangedFilesAreRefused) {
     std::string flipped = good;
     flipped[i] = static_cast<char>(flipped[i] ^ 1);
     write(flipped);
-    const absl::Status changed = store.Restore(*head, "a");
+    const absl::Status changed = Restore(store, *head, "a");
     EXPECT_EQ(changed.code(), absl::StatusCode::kDataLoss) << i;
     EXPECT_THAT(std::string(changed.message()), HasSubstr("shard-00000-of-00001"));
     write(good.substr(0, i));
-    const absl::Status torn = store.Restore(*head, "a");
+    const absl::Status torn = Restore(store, *head, "a");
     EXPECT_EQ(torn.code(), absl::StatusCode::kDataLoss) << i;
     EXPECT_THAT(std::string(torn.message()), HasSubstr("torn"));
   }
   EXPECT_EQ(World::Weight(*head), before);
   write(good);
-  EXPECT_TRUE(store.Restore(*head, "a").ok());
+  EXPECT_TRUE(Restore(store, *head, "a").ok());
 }
 
 TEST_F(CheckpointStoreTest, DamagedManifestsAreNoCheckpoints) {
@@ -271,10 +276,10 @@ TEST_F(CheckpointStoreTest, DamagedManifestsAreNoCheckpoints) {
         << length;
   }
   // The newest complete one is the old one.
-  EXPECT_EQ(store.Find("lm", "")->snapshot.last_committed_step, 1);
+  EXPECT_EQ(store.Find("lm", "")->manifest.snapshot.last_committed_step, 1);
   // A save over the damaged one replaces it.
   ASSERT_TRUE(store.Save(*head, "new").ok());
-  EXPECT_EQ(store.Find("lm", "")->snapshot.last_committed_step, 2);
+  EXPECT_EQ(store.Find("lm", "")->manifest.snapshot.last_committed_step, 2);
 }
 
 TEST_F(CheckpointStoreTest, AnotherHeadsCheckpointIsRefusedWithTheDifference) {
@@ -287,7 +292,7 @@ TEST_F(CheckpointStoreTest, AnotherHeadsCheckpointIsRefusedWithTheDifference) {
   HeadSpec spec = head->spec();
   spec.hidden_size = 8;
   const std::shared_ptr<Head> wider = other.Create(spec);
-  const absl::Status status = store.Restore(*wider, "a");
+  const absl::Status status = Restore(store, *wider, "a");
   EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
   EXPECT_THAT(std::string(status.message()),
               HasSubstr("hidden_size is 4 in the checkpoint and 8 in the head"));
@@ -302,9 +307,9 @@ TEST(CheckpointSaverProcess, SavesUntilKilled) {
   const std::shared_ptr<Head> head =
       world.Create(Spec(DType::kFloat32, OptimizerKind::kSgd, false));
   uint64_t step = 1;
-  if (const absl::StatusOr<CheckpointManifest> found = store.Find("lm", ""); found.ok()) {
-    ASSERT_TRUE(store.Restore(*head, "").ok());
-    step = found->snapshot.last_committed_step + 1;
+  if (const absl::StatusOr<StoredCheckpoint> found = store.Find("lm", ""); found.ok()) {
+    ASSERT_TRUE(Restore(store, *head, "").ok());
+    step = found->manifest.snapshot.last_committed_step + 1;
   }
   for (;; ++step) {
     world.Train(*head, step);
@@ -344,15 +349,15 @@ TEST_F(CheckpointStoreTest, AKilledSaveLeavesOnlyWholeCheckpoints) {
     waitpid(child, &status, 0);
 
     CheckpointStore store(root_, 3, "test");
-    const absl::StatusOr<CheckpointManifest> found = store.Find("lm", "");
+    const absl::StatusOr<StoredCheckpoint> found = store.Find("lm", "");
     if (newest == 0 && !found.ok()) continue;  // Killed before its first.
     ASSERT_TRUE(found.ok()) << found.status();
     World world(2);
-    const std::shared_ptr<Head> head = world.Create(found->snapshot.spec);
-    const absl::Status restored = store.Restore(*head, "");
+    const std::shared_ptr<Head> head = world.Create(found->manifest.snapshot.spec);
+    const absl::Status restored = Restore(store, *head, "");
     ASSERT_TRUE(restored.ok()) << restored;
-    EXPECT_GE(found->snapshot.last_committed_step, newest);
-    newest = found->snapshot.last_committed_step;
+    EXPECT_GE(found->manifest.snapshot.last_committed_step, newest);
+    newest = found->manifest.snapshot.last_committed_step;
   }
   EXPECT_GT(newest, 0);
 }
