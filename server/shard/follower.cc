@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
@@ -95,6 +96,23 @@ class LeaderStore final : public RendezvousStore {
 bool IsFatal(const absl::Status& status) {
   return absl::IsInvalidArgument(status) || absl::IsFailedPrecondition(status) ||
          absl::IsUnimplemented(status);
+}
+
+// Of a call that the leader never answered: what TLS does not say of a connection that it ended.
+absl::Status WithTlsHint(const absl::Status& status) {
+  if (!absl::IsUnavailable(status)) return status;
+  const char* hint = "";
+  if (absl::StrContains(status.message(), "handshake failed")) {
+    hint =
+        "; the leader's certificate has to be of the authorities of --tls_ca_file, for the host of "
+        "--leader or for --tls_server_name";
+  } else if (absl::StrContains(status.message(), "Socket closed") ||
+             absl::StrContains(status.message(), "Connection reset")) {
+    hint =
+        "; so ends a leader with TLS the call of a follower without (--tls_ca_file), without a "
+        "certificate that it demands, or with one that it does not trust (--tls_cert_file)";
+  }
+  return absl::UnavailableError(absl::StrCat(status.message(), hint));
 }
 
 }  // namespace
@@ -206,7 +224,8 @@ absl::Status Follower::Impl::FollowOnce() {
   const absl::Status finished = FromGrpcStatus(stream->Finish());
   absl::MutexLock lock(&mu_);
   context_ = nullptr;
-  return failure.ok() ? finished : failure;
+  if (!failure.ok()) return failure;
+  return answer.has_welcome() ? finished : WithTlsHint(finished);
 }
 
 absl::Status Follower::Impl::TakeIn(const v1::Welcome& welcome) {

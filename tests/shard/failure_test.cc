@@ -96,7 +96,7 @@ absl::Status AbortOpenStep(Client* client, const HeadShape& shape) {
 }
 
 TEST(ShardFailureTest, AServerIsNotReadyBeforeItsFollowersAreThere) {
-  auto server = e2e::StartServer({"--ranks=2", "--local_ranks=1", "--group_listen=127.0.0.1:0"});
+  auto server = e2e::StartServer(FlagsOf({2, 1, 1}));
   EXPECT_TRUE(IsServing(server->address(), "liveness"));
   EXPECT_FALSE(IsServing(server->address(), "readiness"));
   auto client = Client::Connect(server->address(), {.max_attempts = 1});

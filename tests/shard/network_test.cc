@@ -9,10 +9,12 @@
 #include <filesystem>
 #include <fstream>
 #include <string>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "tests/e2e/service_fixture.h"
 #include "tests/shard/shard_processes.h"
+#include "tests/util/paths.h"
 
 namespace lmhead::shard {
 namespace {
@@ -90,10 +92,11 @@ TEST(ShardNetworkTest, ACableThatIsPulledEndsTheStepAndBringsTheGroupBackWhenItI
   const TwoHosts hosts;
   if (!hosts.there()) GTEST_SKIP() << "needs root and network namespaces (ip netns)";
   const std::string socket = absl::StrCat("unix:", (hosts.folder() / "lmhead.sock").string());
-  auto server = LocalServer::Start(
-      hosts.LeaderBinary(),
-      {"--backend=cpu", absl::StrCat("--listen=", socket), "--ranks=2", "--local_ranks=1",
-       "--insecure", "--group_listen=10.77.0.1:0", "--collective_timeout_seconds=4"});
+  std::vector<std::string> flags = FlagsOf({2, 1, 1}, "10.77.0.1");
+  flags.insert(flags.end(),
+               {absl::StrCat("--backend=", TestBackend()), absl::StrCat("--listen=", socket),
+                "--insecure", "--collective_timeout_seconds=4"});
+  auto server = LocalServer::Start(hosts.LeaderBinary(), flags);
   LMHEAD_ASSERT_OK(server);
   FollowerChild follower(hosts.OnFollower(), (*server)->group_address(), 1);
   AwaitReady(socket, true);

@@ -1,9 +1,7 @@
 #include "tests/shard/shard_processes.h"
 
-#include <fcntl.h>
 #include <grpcpp/grpcpp.h>
 #include <signal.h>
-#include <spawn.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -14,17 +12,27 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
+#include "client/cpp/child_process.h"
 #include "grpc/health/v1/health.grpc.pb.h"
 #include "tests/e2e/service_fixture.h"
 #include "tests/util/paths.h"
-
-extern char** environ;
 
 namespace lmhead::shard {
 namespace {
 
 constexpr absl::Duration kPatience = absl::Seconds(90);
 constexpr absl::Duration kPollInterval = absl::Milliseconds(20);
+
+std::vector<std::string> FollowCommand(const std::vector<std::string>& command,
+                                       const std::string& leader, int rank,
+                                       const std::vector<std::string>& extra_flags) {
+  std::vector<std::string> arguments = command;
+  arguments.insert(arguments.end(),
+                   {"follow", absl::StrCat("--leader=", leader), absl::StrCat("--rank=", rank),
+                    absl::StrCat("--backend=", TestBackend())});
+  arguments.insert(arguments.end(), extra_flags.begin(), extra_flags.end());
+  return arguments;
+}
 
 [[noreturn]] void EndProgram(const std::string& message) {
   std::fprintf(stderr, "%s\n", message.c_str());
@@ -33,40 +41,25 @@ constexpr absl::Duration kPollInterval = absl::Milliseconds(20);
 
 }  // namespace
 
-FollowerChild::FollowerChild(const std::vector<std::string>& command, const std::string& leader,
-                             int rank, const std::vector<std::string>& extra_flags) {
-  char path[] = "/tmp/lmhead-follower-XXXXXX";
-  const int log = mkstemp(path);
+Child::Child(const std::vector<std::string>& command) {
+  char path[] = "/tmp/lmhead-child-XXXXXX";
+  close(mkstemp(path));
   log_path_ = path;
-  std::vector<std::string> arguments = command;
-  arguments.push_back("follow");
-  arguments.push_back(absl::StrCat("--leader=", leader));
-  arguments.push_back(absl::StrCat("--rank=", rank));
-  arguments.push_back(absl::StrCat("--backend=", TestBackend()));
-  arguments.insert(arguments.end(), extra_flags.begin(), extra_flags.end());
-  std::vector<char*> argv;
-  for (const std::string& argument : arguments) argv.push_back(const_cast<char*>(argument.c_str()));
-  argv.push_back(nullptr);
-  posix_spawn_file_actions_t actions;
-  posix_spawn_file_actions_init(&actions);
-  posix_spawn_file_actions_adddup2(&actions, log, STDOUT_FILENO);
-  posix_spawn_file_actions_adddup2(&actions, log, STDERR_FILENO);
-  const int error = posix_spawnp(&pid_, argv[0], &actions, nullptr, argv.data(), environ);
-  posix_spawn_file_actions_destroy(&actions);
-  close(log);
-  if (error != 0) EndProgram(absl::StrCat("cannot run ", arguments[0]));
+  const absl::StatusOr<pid_t> child = SpawnChild(command, log_path_);
+  if (!child.ok()) EndProgram(std::string(child.status().message()));
+  pid_ = *child;
 }
 
-FollowerChild::~FollowerChild() {
+Child::~Child() {
   if (pid_ > 0) Kill();
   unlink(log_path_.c_str());
 }
 
-void FollowerChild::Signal(int signal) {
+void Child::Signal(int signal) {
   if (pid_ > 0) kill(pid_, signal);
 }
 
-std::optional<int> FollowerChild::Wait(absl::Duration timeout) {
+std::optional<int> Child::Wait(absl::Duration timeout) {
   for (const absl::Time deadline = absl::Now() + timeout; absl::Now() < deadline;) {
     int status = 0;
     if (waitpid(pid_, &status, WNOHANG) == pid_) {
@@ -78,11 +71,15 @@ std::optional<int> FollowerChild::Wait(absl::Duration timeout) {
   return std::nullopt;
 }
 
-std::string FollowerChild::Log() const {
+std::string Child::Log() const {
   std::ostringstream text;
   text << std::ifstream(log_path_).rdbuf();
   return text.str();
 }
+
+FollowerChild::FollowerChild(const std::vector<std::string>& command, const std::string& leader,
+                             int rank, const std::vector<std::string>& extra_flags)
+    : Child(FollowCommand(command, leader, rank, extra_flags)) {}
 
 bool IsServing(const std::string& address, const std::string& name) {
   const auto stub = grpc::health::v1::Health::NewStub(
@@ -96,17 +93,43 @@ bool IsServing(const std::string& address, const std::string& name) {
          response.status() == grpc::health::v1::HealthCheckResponse::SERVING;
 }
 
+std::vector<std::string> FlagsOf(const Layout& layout, const std::string& host) {
+  std::vector<std::string> flags = {absl::StrCat("--ranks=", layout.num_ranks),
+                                    absl::StrCat("--local_ranks=", layout.num_local)};
+  if (layout.num_local < layout.num_ranks) {
+    flags.push_back(absl::StrCat("--group_listen=", host, ":0"));
+  }
+  // The ranks of these tests share a GPU, which NCCL does not take twice.
+  if (TestBackend() == "cuda") flags.push_back("--collective=gloo");
+  return flags;
+}
+
 ShardProcesses::ShardProcesses(const GroupOptions& options) : options_(options) {
-  const Layout& layout = options.layout;
-  std::vector<std::string> flags = {
-      absl::StrCat("--ranks=", layout.num_ranks), absl::StrCat("--local_ranks=", layout.num_local),
-      absl::StrCat("--collective_timeout_seconds=", options.collective_timeout_seconds)};
-  if (layout.num_local < layout.num_ranks) flags.push_back("--group_listen=127.0.0.1:0");
-  flags.insert(flags.end(), options.server_flags.begin(), options.server_flags.end());
-  server_ = e2e::StartServer(flags);
-  const int remote = layout.num_ranks - layout.num_local;
-  followers_.resize(remote / layout.ranks_per_follower);
+  StartServer({});
+  const int remote = options.layout.num_ranks - options.layout.num_local;
+  followers_.resize(remote / options.layout.ranks_per_follower);
   for (size_t index = 0; index < followers_.size(); ++index) StartFollower(index);
+  AwaitReady(true);
+  client_ = e2e::ConnectTo(server_->address());
+}
+
+void ShardProcesses::StartServer(std::vector<std::string> extra_flags) {
+  std::vector<std::string> flags = FlagsOf(options_.layout);
+  flags.push_back(absl::StrCat("--backend=", TestBackend()));
+  flags.push_back(
+      absl::StrCat("--collective_timeout_seconds=", options_.collective_timeout_seconds));
+  flags.insert(flags.end(), options_.server_flags.begin(), options_.server_flags.end());
+  flags.insert(flags.end(), extra_flags.begin(), extra_flags.end());
+  auto server = LocalServer::Start(e2e::LmheadBinary(), flags, kPatience);
+  if (!server.ok()) EndProgram(std::string(server.status().message()));
+  server_ = *std::move(server);
+}
+
+void ShardProcesses::StartServerAgain(const std::vector<std::string>& extra_flags) {
+  std::vector<std::string> flags = {absl::StrCat("--group_listen=", server_->group_address())};
+  flags.insert(flags.end(), extra_flags.begin(), extra_flags.end());
+  client_.reset();
+  StartServer(flags);
   AwaitReady(true);
   client_ = e2e::ConnectTo(server_->address());
 }

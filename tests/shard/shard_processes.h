@@ -18,15 +18,14 @@
 
 namespace lmhead::shard {
 
-// `lmhead follow` as a child process.
-class FollowerChild {
+// A child process and what it writes.
+class Child {
  public:
-  // Runs `command… follow --leader=… --rank=…`; ends the test program when it cannot be started.
-  FollowerChild(const std::vector<std::string>& command, const std::string& leader, int rank,
-                const std::vector<std::string>& extra_flags = {});
-  ~FollowerChild();  // SIGKILL when still running.
-  FollowerChild(const FollowerChild&) = delete;
-  FollowerChild& operator=(const FollowerChild&) = delete;
+  // Ends the test program when the command cannot be started.
+  explicit Child(const std::vector<std::string>& command);
+  ~Child();  // SIGKILL when still running.
+  Child(const Child&) = delete;
+  Child& operator=(const Child&) = delete;
 
   void Signal(int signal);
   void Kill() { Signal(SIGKILL), Wait(absl::Seconds(10)); }
@@ -41,12 +40,23 @@ class FollowerChild {
   std::string log_path_;
 };
 
+// `lmhead follow`.
+class FollowerChild : public Child {
+ public:
+  // Runs `command… follow --leader=… --rank=… extra_flags…`.
+  FollowerChild(const std::vector<std::string>& command, const std::string& leader, int rank,
+                const std::vector<std::string>& extra_flags = {});
+};
+
 // How a group is spread over processes.
 struct Layout {
   int num_ranks = 2;
   int num_local = 1;           // In the server.
   int ranks_per_follower = 1;  // Of the others.
 };
+
+// The server's flags for that. Followers call it at a free port of `host`.
+std::vector<std::string> FlagsOf(const Layout& layout, const std::string& host = "127.0.0.1");
 
 struct GroupOptions {
   Layout layout;
@@ -68,6 +78,9 @@ class ShardProcesses {
   int first_rank_of(size_t index) const;
 
   void StartFollower(size_t index);  // In the place of one that has ended.
+  // Another server in the place of one that has ended, where the followers call the same port;
+  // waits until the group stands, and connects the client to it.
+  void StartServerAgain(const std::vector<std::string>& extra_flags);
 
   // The server's readiness, as a probe sees it.
   bool ready() const;
@@ -75,6 +88,8 @@ class ShardProcesses {
   void AwaitReady(bool ready) const;
 
  private:
+  void StartServer(std::vector<std::string> extra_flags);
+
   const GroupOptions options_;
   std::unique_ptr<LocalServer> server_;
   std::vector<std::unique_ptr<FollowerChild>> followers_;

@@ -85,7 +85,7 @@ TEST(ShardTrainingTest, EveryLayoutGivesWhatOneRankGives) {
     for (const Layout& layout : {Layout{2, 2, 1}, Layout{2, 1, 1}, Layout{4, 4, 1}, Layout{4, 2, 1},
                                  Layout{4, 1, 3}, Layout{4, 1, 1}}) {
       SCOPED_TRACE(NameOf(layout));
-      ShardProcesses group({.layout = layout});
+      ShardProcesses group({.layout = layout, .server_flags = {"--join_chunks=off"}});
       const Trained got = Train(group.client(), shape);
       ExpectClose(got, want);
       const auto [first, is_first] = first_of_size.emplace(layout.num_ranks, got);
