@@ -120,7 +120,7 @@ class GlooCollective final : public Collective {
   const int32_t rank_;
   const int32_t size_;
   const absl::Duration timeout_;
-  const std::vector<int32_t> names_;
+  const std::vector<std::string> names_;
   const std::shared_ptr<gloo::transport::Device> device_;
   std::vector<std::byte> pieces_;  // [size, kPieceBytes]
   uint64_t sequence_ = 0;          // Of rounds; the same on every rank.
@@ -231,7 +231,7 @@ std::string GlooCollective::Late(int32_t peer) const {
 }
 
 std::string GlooCollective::Name(int32_t peer) const {
-  return absl::StrCat("rank ", names_.empty() ? peer : names_[peer]);
+  return names_.empty() ? absl::StrCat("rank ", peer) : names_[peer];
 }
 
 // Connections end in any state by Abort() and, when the deadline passes, by the watch.

@@ -23,8 +23,8 @@ struct GlooOptions {
   std::string host = "127.0.0.1";
   // Longest wait for another rank in one call, and for it to connect.
   absl::Duration timeout = absl::Seconds(30);
-  // What errors call the ranks, in their order; empty: by their numbers here.
-  std::vector<int32_t> names;
+  // What errors call the ranks, in their order; empty: by their numbers here, "rank 1".
+  std::vector<std::string> names;
 };
 
 // One rank's end of a group, not connected yet. Holds size x 256 KiB of host memory for sums.

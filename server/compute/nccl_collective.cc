@@ -126,9 +126,10 @@ absl::StatusOr<ncclUniqueId> NcclGroup::FindId(RendezvousStore* store, absl::Tim
   for (int32_t rank = 0; rank < size_; ++rank) {
     absl::StatusOr<std::string> ready = store->Get(ReadyKey(rank), deadline);
     if (absl::IsDeadlineExceeded(ready.status())) {
-      const int32_t name = options_.names.empty() ? rank : options_.names[rank];
-      return absl::DeadlineExceededError(absl::StrCat("rank ", name, " did not connect within ",
-                                                      absl::FormatDuration(options_.timeout)));
+      const std::string name =
+          options_.names.empty() ? absl::StrCat("rank ", rank) : options_.names[rank];
+      return absl::DeadlineExceededError(
+          absl::StrCat(name, " did not connect within ", absl::FormatDuration(options_.timeout)));
     }
     LMHEAD_RETURN_IF_ERROR(ready.status());
   }

@@ -26,8 +26,8 @@ namespace lmhead {
 struct NcclOptions {
   int device = 0;  // Of this rank; NCCL takes no device twice.
   absl::Duration timeout = absl::Seconds(30);
-  // What errors call the ranks, in their order; empty: by their numbers here.
-  std::vector<int32_t> names;
+  // What errors call the ranks, in their order; empty: by their numbers here, "rank 1".
+  std::vector<std::string> names;
 };
 
 // Whether the library is there and usable; if not, *why_not is one sentence for the user.

@@ -15,9 +15,11 @@
 #include <functional>
 #include <memory>
 #include <span>
+#include <string>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
 #include "proto/types/head_spec.h"
 #include "server/compute/backend.h"
 #include "server/compute/collective.h"
@@ -27,6 +29,12 @@ namespace lmhead {
 
 // Number of a head among those of a group; 0 is none.
 using HeadId = uint64_t;
+
+// What errors and logs call a rank of all replicas: "rank 3", with replicas "rank 3 (replica 1)".
+inline std::string RankName(int32_t rank, int32_t ranks_per_replica, int32_t num_replicas) {
+  if (num_replicas == 1) return absl::StrCat("rank ", rank);
+  return absl::StrCat("rank ", rank, " (replica ", rank / ranks_per_replica, ")");
+}
 
 // Makes a rank's shard of a head. Runs on the rank's thread.
 using RankBackendFactory = std::function<absl::StatusOr<std::unique_ptr<ComputeBackend>>(

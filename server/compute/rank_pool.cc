@@ -64,11 +64,6 @@ absl::Status RankPool::Connect() {
   return absl::OkStatus();
 }
 
-std::string RankPool::NameOf(int32_t rank) const {
-  if (num_replicas() == 1) return absl::StrCat("rank ", rank);
-  return absl::StrCat("rank ", rank, " (replica ", rank / ranks_per_replica(), ")");
-}
-
 bool RankPool::connected() const {
   absl::MutexLock lock(&mu_);
   return connected_;

@@ -66,7 +66,9 @@ class RankPool {
   bool broadcast_hidden_states(int32_t replica) const {
     return !options_.broadcast_hidden_states.empty() && options_.broadcast_hidden_states[replica];
   }
-  std::string NameOf(int32_t rank) const;  // "rank 3", with replicas "rank 3 (replica 1)".
+  std::string NameOf(int32_t rank) const {
+    return RankName(rank, ranks_per_replica(), num_replicas());
+  }
 
   // Connects the ranks unless they are, and waits for it, as long as their collectives' timeout.
   // Otherwise UNAVAILABLE naming a rank that is away or did not come.

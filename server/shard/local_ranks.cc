@@ -46,9 +46,9 @@ absl::StatusOr<std::unique_ptr<ComputeBackend>> MakeBackend(const Hardware& hard
 
 namespace {
 
-// One end of the group of `names`, which are ranks of all; null for a group of one.
+// One end of the group of the ranks called `names`; null for a group of one.
 absl::StatusOr<std::unique_ptr<Collective>> MakeCollective(const std::string& kind, int32_t place,
-                                                           const std::vector<int32_t>& names,
+                                                           const std::vector<std::string>& names,
                                                            int device, const std::string& host,
                                                            absl::Duration timeout,
                                                            CollectiveTimes* times) {
@@ -73,11 +73,12 @@ absl::StatusOr<std::unique_ptr<LocalRank>> MakeLocalRank(const Hardware& hardwar
   const int32_t per_replica = group.ranks_per_replica();
   const int32_t replica = rank / per_replica;
   const int32_t place = rank % per_replica;
-  std::vector<int32_t> of_replica;
-  for (int32_t i = 0; i < per_replica; ++i) of_replica.push_back(replica * per_replica + i);
-  std::vector<int32_t> peers;
-  for (int32_t i = 0; i < group.num_replicas; ++i) peers.push_back(i * per_replica + place);
-  const auto make = [&](int32_t place_in_it, const std::vector<int32_t>& names) {
+  const auto name = [&](int32_t each) { return RankName(each, per_replica, group.num_replicas); };
+  std::vector<std::string> of_replica;
+  for (int32_t i = 0; i < per_replica; ++i) of_replica.push_back(name(replica * per_replica + i));
+  std::vector<std::string> peers;
+  for (int32_t i = 0; i < group.num_replicas; ++i) peers.push_back(name(i * per_replica + place));
+  const auto make = [&](int32_t place_in_it, const std::vector<std::string>& names) {
     return MakeCollective(group.collective, place_in_it, names, hardware.devices[index].number,
                           host, group.timeout, times);
   };
