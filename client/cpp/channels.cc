@@ -57,8 +57,9 @@ absl::Status WaitForConnection(grpc::Channel& channel, const std::string& addres
     if (channel.WaitForConnected(absl::ToChronoTime(until))) return absl::OkStatus();
     if (absl::Now() >= deadline) {
       return absl::UnavailableError(
-          absl::StrFormat("%s: no connection within %s; is the server running there?", address,
-                          absl::FormatDuration(timeout)));
+          absl::StrFormat("%s: no connection within %s; is the server running there, and is TLS on "
+                          "at both ends or at neither?",
+                          address, absl::FormatDuration(timeout)));
     }
     // A channel without a usable address answers at once: do not spin.
     if (absl::Now() < until) absl::SleepFor(absl::Milliseconds(20));

@@ -100,7 +100,7 @@ std::string Overview() {
     text += "  " + std::string(command.name) + std::string(10 - command.name.size(), ' ') +
             std::string(command.summary) + "\n";
   }
-  return text + "\nlmhead COMMAND --help shows a command's flags.\n";
+  return text + "\nlmhead COMMAND --help, or lmhead help COMMAND, shows a command's flags.\n";
 }
 
 const Command* FindCommand(std::string_view name) {
@@ -149,8 +149,11 @@ bool AsksForHelp(int argc, char** argv) {
 int main(int argc, char** argv) {
   lmhead::LetOpenMpThreadsSleep(argv);
   lmhead::TuneAllocator();
-  const Command* named = argc > 1 ? FindCommand(argv[1]) : nullptr;
-  if (AsksForHelp(argc, argv)) {
+  const bool asked_first = argc > 1 && std::string_view(argv[1]) == "help";
+  const std::string about = argc > 1 + asked_first ? argv[1 + asked_first] : "";
+  const Command* named = FindCommand(about);
+  const bool answerable = named != nullptr || about.empty();
+  if (AsksForHelp(argc, argv) || (asked_first && answerable)) {
     std::fputs((named != nullptr ? Help(*named) : Overview()).c_str(), stdout);
     return 0;
   }
@@ -159,7 +162,7 @@ int main(int argc, char** argv) {
   usage.version_string = [] { return std::string("lmhead ") + lmhead::kVersion + "\n"; };
   absl::SetFlagsUsageConfig(usage);
   const std::vector<char*> arguments = absl::ParseCommandLine(argc, argv);
-  const std::string name = arguments.size() > 1 ? arguments[1] : "";
+  const std::string name = asked_first ? about : arguments.size() > 1 ? arguments[1] : "";
   const Command* command = FindCommand(name);
   if (command != nullptr) return command->run(absl::MakeConstSpan(arguments).subspan(2));
   std::fprintf(stderr, "lmhead: %s\n\n%s",
