@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <memory>
 #include <string>
 #include <vector>
@@ -82,12 +83,15 @@ class ShardSecurityTest : public ::testing::Test {
   // nothing but the rank is missing.
   void ExpectRefused(FollowerChild& follower, const std::vector<std::string>& why,
                      const std::string& leader_says) {
+    const auto all_said = [&] {
+      const std::string log = follower.Log();
+      return server_->Log().find(leader_says) != std::string::npos &&
+             std::all_of(why.begin(), why.end(), [&log](const std::string& part) {
+               return log.find(part) != std::string::npos;
+             });
+    };
     const absl::Time deadline = absl::Now() + kPatience;
-    while (follower.Log().find(why.front()) == std::string::npos ||
-           server_->Log().find(leader_says) == std::string::npos) {
-      if (absl::Now() > deadline) break;
-      absl::SleepFor(absl::Milliseconds(20));
-    }
+    while (!all_said() && absl::Now() < deadline) absl::SleepFor(absl::Milliseconds(20));
     for (const std::string& part : why) EXPECT_THAT(follower.Log(), HasSubstr(part));
     EXPECT_THAT(server_->Log(), HasSubstr(leader_says));
     EXPECT_EQ(follower.Wait(absl::Milliseconds(100)), std::nullopt) << follower.Log();
