@@ -119,13 +119,17 @@ def check(root, packages):
         raise SystemExit(f"deb: the purge left {sorted(left)}")
 
 
-def main():
+def options_given():
     parser = argparse.ArgumentParser()
     parser.add_argument("packages", type=pathlib.Path)
     parser.add_argument("--work", required=True, type=pathlib.Path)
     parser.add_argument("--base", type=pathlib.Path)
     parser.add_argument("--keep", action="store_true", help="leave the root in the work folder")
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main():
+    options = options_given()
     packages = packages_of(options.packages)
     root = make_root(options.work, options.base)
     with Mounts(root.folder):

@@ -1,11 +1,9 @@
 """The manuals by the program itself: flags that they name exist, what they show can be pasted, links lead somewhere."""
 
 import json
-import os
 import pathlib
 import re
 import shlex
-import signal
 import subprocess
 import tempfile
 import unittest
@@ -14,14 +12,13 @@ import yaml
 
 import chart
 from manual import OPERATING, block, blocks
-from stack import LMHEAD, wait_for
+from stack import LMHEAD, serving
 
 ROOT = chart.ROOT
 MANUALS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 BENCH = pathlib.Path(LMHEAD).with_name("lmhead-bench")
 # Of other programs.
 FOREIGN_FLAGS = {"gtest_brief", "gtest_filter", "gtest_repeat"}
-START_SECONDS = 30
 
 
 def commands(text):
@@ -154,29 +151,19 @@ class Paste(unittest.TestCase):
                  "--auth_token_file=tokens.json", "--listen=127.0.0.1:0", "--backend=cpu"]
         doctor = subprocess.run([LMHEAD, "doctor", *flags], cwd=folder, capture_output=True, text=True)
         self.assertEqual(0, doctor.returncode, doctor.stdout)
-        ready = folder / "ready.json"
-        with (folder / "log").open("w") as log:
-            server = subprocess.Popen([LMHEAD, "serve", *flags, f"--ready_file={ready}"], cwd=folder, stderr=log)
-        try:
-            address = wait_for("lmhead serve", lambda: ready.exists() and json.loads(ready.read_text())["address"])
+        with serving(flags, folder) as address:
             port = address.rpartition(":")[2]
             for identity in (["--tls_cert_file=me.crt", "--tls_key_file=me.key"],
                              ["--tls_cert_file=me.crt", "--tls_key_file=me.key", "--token_file=token"]):
                 for host in ("localhost", "127.0.0.1"):
                     status = subprocess.run([LMHEAD, "status", f"--address={host}:{port}", "--tls_ca_file=ca.crt", *identity], cwd=folder,
                                             capture_output=True, text=True)
-                    self.assertEqual(0, status.returncode, status.stderr + (folder / "log").read_text())
+                    self.assertEqual(0, status.returncode, status.stderr + (folder / "server.log").read_text())
             # Deny by default: an authority's certificate alone opens nothing.
             stranger = subprocess.run([LMHEAD, "status", f"--address=localhost:{port}", "--tls_ca_file=ca.crt", "--tls_cert_file=tls.crt",
                                        "--tls_key_file=tls.key"], cwd=folder, capture_output=True, text=True)
             self.assertEqual(1, stranger.returncode)
             self.assertIn("has role shard, wanted trunk or admin or monitor", stranger.stderr)
-            server.send_signal(signal.SIGTERM)
-            self.assertEqual(0, server.wait(timeout=START_SECONDS))
-        finally:
-            if server.poll() is None:
-                server.kill()
-                server.wait()
 
 
 if __name__ == "__main__":

@@ -7,17 +7,15 @@ import json
 import os
 import pathlib
 import re
-import signal
 import subprocess
 import tempfile
-import time
 import unittest
 
 import chart
+from stack import serving
 
 BUILD = pathlib.Path(os.environ.get("LMHEAD_BUILD", chart.ROOT / "build"))
 DEBIAN = chart.ROOT / "deploy/debian"
-START_SECONDS = 30
 
 
 def run(*command, **options):
@@ -195,24 +193,10 @@ class Packages(CProgram, unittest.TestCase):
 
     def test_it_serves(self):
         lmhead = self.folder / "lmhead/usr/bin/lmhead"
-        ready = self.folder / "ready.json"
-        with (self.folder / "server.log").open("w") as log:
-            server = subprocess.Popen([lmhead, "serve", "--listen=127.0.0.1:0", "--backend=cpu", f"--ready_file={ready}",
-                                       f"--checkpoint_dir={self.folder / 'state'}", "--restore=true"], stdout=log, stderr=log)
-        try:
-            end = time.time() + START_SECONDS
-            while not ready.exists():
-                self.assertIsNone(server.poll(), (self.folder / "server.log").read_text())
-                self.assertLess(time.time(), end, "not ready")
-                time.sleep(0.1)
-            status = json.loads(run(lmhead, "status", f"--address={json.loads(ready.read_text())['address']}", "--json"))
+        flags = ["--listen=127.0.0.1:0", "--backend=cpu", f"--checkpoint_dir={self.folder / 'state'}", "--restore=true"]
+        with serving(flags, self.folder, lmhead) as address:
+            status = json.loads(run(lmhead, "status", f"--address={address}", "--json"))
             self.assertEqual(version(), status["server"]["version"] if "server" in status else status["version"])
-            server.send_signal(signal.SIGTERM)
-            self.assertEqual(0, server.wait(timeout=START_SECONDS))
-        finally:
-            if server.poll() is None:
-                server.kill()
-                server.wait()
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@
         stack.query("lmhead_tokens_total")
 """
 
+import contextlib
 import json
 import math
 import os
@@ -42,6 +43,28 @@ def wait_for(what, ready, seconds=START_SECONDS):
             return result
         time.sleep(0.1)
     raise TimeoutError(f"{what}: not within {seconds} s")
+
+
+@contextlib.contextmanager
+def serving(flags, folder, lmhead=LMHEAD):
+    """`lmhead serve` with the flags, in the folder and with its log there, server.log: its address. SIGTERM ends it, with exit code 0."""
+    ready, log = folder / "ready.json", folder / "server.log"
+    with log.open("w") as output:
+        server = subprocess.Popen([lmhead, "serve", *flags, f"--ready_file={ready}"], cwd=folder, stdout=output, stderr=output)
+
+    def address():
+        assert server.poll() is None, f"lmhead serve ended with {server.returncode}: {log.read_text()}"
+        return ready.exists() and json.loads(ready.read_text())["address"]
+
+    try:
+        yield wait_for("lmhead serve", address)
+        server.send_signal(signal.SIGTERM)
+        code = server.wait(timeout=START_SECONDS)
+        assert code == 0, f"lmhead serve ended with {code} on SIGTERM: {log.read_text()}"
+    finally:
+        if server.poll() is None:
+            server.kill()
+            server.wait()
 
 
 def make_certificate(folder):

@@ -7,13 +7,12 @@ The service is started, looked at, stopped while a trainer works, started again 
 purged; all confined as the unit confines it. Needs root and systemd-nspawn. Minutes: not part of `make test`.
 """
 
-import argparse
 import pathlib
 import shutil
 import subprocess
 import sys
 
-from deb_root import Root, make_root, packages_of, say
+from deb_root import Root, make_root, options_given, packages_of, say
 from docker_stages import Mounts, remove
 from manual import block
 
@@ -78,12 +77,7 @@ touch /srv/passed
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("packages", type=pathlib.Path)
-    parser.add_argument("--work", required=True, type=pathlib.Path)
-    parser.add_argument("--base", type=pathlib.Path)
-    parser.add_argument("--keep", action="store_true", help="leave the root in the work folder")
-    options = parser.parse_args()
+    options = options_given()
     root = make_root(options.work, options.base)
     server = next(deb for deb in packages_of(options.packages) if deb.name.startswith("lmhead_"))
     shutil.copy(server, root.folder / "srv")

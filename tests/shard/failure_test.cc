@@ -28,19 +28,6 @@ using ::testing::HasSubstr;
 // Large enough that a step takes a while, small enough for the oracle.
 HeadShape Shape() { return {.vocab_size = 601}; }
 
-constexpr double kTimeoutSeconds = 4.0;
-// By when an open step has ended after a rank has failed: the bound that OPERATING.md states,
-// with room for a busy machine.
-const absl::Duration kBound = absl::Seconds(4 * kTimeoutSeconds);
-
-uint64_t Seed() {
-  const char* const given = std::getenv("LMHEAD_TEST_SEED");
-  const uint64_t seed =
-      given != nullptr ? std::strtoull(given, nullptr, 10) : std::random_device()();
-  std::printf("LMHEAD_TEST_SEED=%llu\n", static_cast<unsigned long long>(seed));
-  return seed;
-}
-
 std::vector<Rows> StepRows(const HeadShape& shape, uint64_t step) {
   return {e2e::MakeRows(shape, 400, step, 0), e2e::MakeRows(shape, 400, step, 1)};
 }

@@ -26,11 +26,6 @@ using e2e::HeadShape;
 using e2e::Rows;
 using ::testing::HasSubstr;
 
-constexpr double kTimeoutSeconds = 4.0;
-// By when an open step has ended after a rank has failed: the bound that OPERATING.md states,
-// with room for a busy machine.
-const absl::Duration kBound = absl::Seconds(4 * kTimeoutSeconds);
-
 std::vector<Rows> StepRows(const HeadShape& shape, uint64_t step) {
   return {e2e::MakeRows(shape, 300, step, 0), e2e::MakeRows(shape, 200, step, 1)};
 }

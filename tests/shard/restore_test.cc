@@ -26,18 +26,9 @@ using e2e::Rows;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 
-constexpr double kTimeoutSeconds = 4.0;
 constexpr uint64_t kSteps = 10;
 
 HeadShape Shape() { return {.vocab_size = 601}; }
-
-uint64_t Seed() {
-  const char* const given = std::getenv("LMHEAD_TEST_SEED");
-  const uint64_t seed =
-      given != nullptr ? std::strtoull(given, nullptr, 10) : std::random_device()();
-  std::printf("LMHEAD_TEST_SEED=%llu\n", static_cast<unsigned long long>(seed));
-  return seed;
-}
 
 // A folder for checkpoints, and rank threads whose sums have one order.
 class ShardRestoreTest : public ::testing::Test {

@@ -8,6 +8,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
+#include <random>
 #include <sstream>
 
 #include "absl/strings/str_cat.h"
@@ -40,6 +41,14 @@ std::vector<std::string> FollowCommand(const std::vector<std::string>& command,
 }
 
 }  // namespace
+
+uint64_t Seed() {
+  const char* const given = std::getenv("LMHEAD_TEST_SEED");
+  const uint64_t seed =
+      given != nullptr ? std::strtoull(given, nullptr, 10) : std::random_device()();
+  std::printf("LMHEAD_TEST_SEED=%llu\n", static_cast<unsigned long long>(seed));
+  return seed;
+}
 
 Child::Child(const std::vector<std::string>& command) {
   char path[] = "/tmp/lmhead-child-XXXXXX";

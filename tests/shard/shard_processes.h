@@ -6,6 +6,7 @@
 #include <signal.h>
 #include <sys/types.h>
 
+#include <cstdint>
 #include <memory>
 #include <optional>
 #include <string>
@@ -17,6 +18,15 @@
 #include "client/cpp/local_server.h"
 
 namespace lmhead::shard {
+
+// --collective_timeout_seconds of groups whose ranks are made to fail.
+inline constexpr double kTimeoutSeconds = 4.0;
+// By when an open step has ended after a rank has failed: the bound that OPERATING.md states,
+// with room for a busy machine.
+inline const absl::Duration kBound = absl::Seconds(4 * kTimeoutSeconds);
+
+// Of a test with random points: LMHEAD_TEST_SEED, else a new one; printed.
+uint64_t Seed();
 
 // A child process and what it writes.
 class Child {
