@@ -24,6 +24,7 @@
 #include "server/compute/shard_group.h"
 #include "server/memory/arena.h"
 #include "server/memory/memory_plan.h"
+#include "tests/util/forwarding_backend.h"
 
 namespace lmhead {
 namespace {
@@ -46,7 +47,7 @@ void PrintTo(const Layout& layout, std::ostream* out) {
 }
 
 // A rank's backend that can be told to fail.
-class RankUnderTest final : public ComputeBackend {
+class RankUnderTest final : public ForwardingBackend {
  public:
   struct Control {
     std::atomic<bool> fails_to_reduce{false};
@@ -58,41 +59,26 @@ class RankUnderTest final : public ComputeBackend {
   };
 
   RankUnderTest(std::unique_ptr<ComputeBackend> inner, Control* control)
-      : inner_(std::move(inner)), control_(*control) {
+      : ForwardingBackend(std::move(inner)), control_(*control) {
     control_.last = this;
   }
 
   void ComputeBatch(const BatchInput& input, BatchDone done) override {
     ++control_.num_batches;
     while (control_.holds_batches) absl::SleepFor(absl::Milliseconds(1));
-    inner_->ComputeBatch(input, std::move(done));
+    ForwardingBackend::ComputeBatch(input, std::move(done));
   }
   absl::Status ReduceGradients() override {
     ++control_.num_reductions;
     if (control_.fails_to_reduce) return absl::InternalError("the device fell off");
-    return inner_->ReduceGradients();
+    return ForwardingBackend::ReduceGradients();
   }
-  absl::StatusOr<double> GradSquaredNorm() override { return inner_->GradSquaredNorm(); }
   absl::Status ApplyUpdate(const OptimizerUpdate& update) override {
     if (control_.fails_to_update) return absl::InternalError("no update today");
-    return inner_->ApplyUpdate(update);
+    return ForwardingBackend::ApplyUpdate(update);
   }
-  absl::Status DiscardGradients() override { return inner_->DiscardGradients(); }
-  absl::Status AddGradRows(std::span<const int32_t> row_ids, int64_t row_start,
-                           ConstMatrixView rows) override {
-    return inner_->AddGradRows(row_ids, row_start, rows);
-  }
-  absl::Status WriteRows(TensorKind kind, int64_t row_start, ConstMatrixView rows) override {
-    return inner_->WriteRows(kind, row_start, rows);
-  }
-  absl::Status ReadRows(TensorKind kind, int64_t row_start, MatrixView rows) override {
-    return inner_->ReadRows(kind, row_start, rows);
-  }
-  int64_t num_updates() const override { return inner_->num_updates(); }
-  void set_num_updates(int64_t num_updates) override { inner_->set_num_updates(num_updates); }
 
  private:
-  const std::unique_ptr<ComputeBackend> inner_;
   Control& control_;
 };
 

@@ -11,6 +11,7 @@
 
 #include "absl/status/status.h"
 #include "server/compute/backend.h"
+#include "tests/util/forwarding_backend.h"
 
 namespace lmhead {
 
@@ -24,44 +25,31 @@ struct Faults {
   std::function<void()> before_batch;  // Set before the first chunk.
 };
 
-class FaultyBackend : public ComputeBackend {
+class FaultyBackend : public ForwardingBackend {
  public:
   FaultyBackend(std::unique_ptr<ComputeBackend> real, Faults* faults)
-      : real_(std::move(real)), faults_(faults) {}
+      : ForwardingBackend(std::move(real)), faults_(faults) {}
 
   void ComputeBatch(const BatchInput& input, BatchDone done) override {
     if (faults_->before_batch) faults_->before_batch();
     if (faults_->batch) return done(absl::InternalError("launch failed"));
-    real_->ComputeBatch(input, std::move(done));
+    ForwardingBackend::ComputeBatch(input, std::move(done));
   }
   absl::StatusOr<double> GradSquaredNorm() override {
     if (faults_->norm) return absl::InternalError("norm failed");
-    return real_->GradSquaredNorm();
+    return ForwardingBackend::GradSquaredNorm();
   }
   absl::Status ApplyUpdate(const OptimizerUpdate& update) override {
     if (faults_->update) return absl::InternalError("update failed");
-    return real_->ApplyUpdate(update);
+    return ForwardingBackend::ApplyUpdate(update);
   }
   absl::Status DiscardGradients() override {
     ++faults_->num_discards;
     if (faults_->discard) return absl::InternalError("discard failed");
-    return real_->DiscardGradients();
+    return ForwardingBackend::DiscardGradients();
   }
-  absl::Status AddGradRows(std::span<const int32_t> row_ids, int64_t row_start,
-                           ConstMatrixView rows) override {
-    return real_->AddGradRows(row_ids, row_start, rows);
-  }
-  absl::Status WriteRows(TensorKind kind, int64_t row_start, ConstMatrixView rows) override {
-    return real_->WriteRows(kind, row_start, rows);
-  }
-  absl::Status ReadRows(TensorKind kind, int64_t row_start, MatrixView rows) override {
-    return real_->ReadRows(kind, row_start, rows);
-  }
-  int64_t num_updates() const override { return real_->num_updates(); }
-  void set_num_updates(int64_t num_updates) override { real_->set_num_updates(num_updates); }
 
  private:
-  const std::unique_ptr<ComputeBackend> real_;
   Faults* const faults_;
 };
 
