@@ -10,7 +10,8 @@
 namespace lmhead {
 namespace {
 
-absl::StatusOr<std::unique_ptr<Collective>> CreateCollective(int32_t rank, int32_t size) {
+absl::StatusOr<std::unique_ptr<Collective>> CreateCollective(int32_t rank, int32_t size,
+                                                             int32_t /*number_of_all*/) {
   return CreateGlooCollective(rank, size, GlooOptions());
 }
 

@@ -21,9 +21,9 @@ struct Group {
 };
 
 std::unique_ptr<Collective> MakeCollective(const BackendUnderTest& backend, int32_t rank,
-                                           int32_t size) {
+                                           int32_t size, int32_t number_of_all) {
   if (size == 1) return nullptr;
-  auto collective = backend.create_collective(rank, size);
+  auto collective = backend.create_collective(rank, size, number_of_all);
   LMHEAD_CHECK(collective.ok(), collective.status().ToString());
   return *std::move(collective);
 }
@@ -31,12 +31,14 @@ std::unique_ptr<Collective> MakeCollective(const BackendUnderTest& backend, int3
 std::unique_ptr<Group> MakeGroup(const BackendUnderTest& backend) {
   auto group = std::make_unique<Group>();
   std::vector<std::unique_ptr<Rank>> ranks;
-  for (int32_t rank = 0; rank < backend.num_ranks * backend.num_replicas; ++rank) {
+  for (int32_t number = 0; number < backend.num_ranks * backend.num_replicas; ++number) {
+    const int32_t rank = number % backend.num_ranks;
+    const int32_t replica = number / backend.num_ranks;
     group->accounts.push_back(std::make_unique<MemoryAccount>());
     ranks.push_back(std::make_unique<LocalRank>(
         LocalRank::Collectives{
-            .shards = MakeCollective(backend, rank % backend.num_ranks, backend.num_ranks),
-            .peers = MakeCollective(backend, rank / backend.num_ranks, backend.num_replicas)},
+            .shards = MakeCollective(backend, rank, backend.num_ranks, number),
+            .peers = MakeCollective(backend, replica, backend.num_replicas, number)},
         [create = backend.create, account = group->accounts.back().get()](
             const HeadSpec& spec, const MemoryPlan& plan, const RankContext& context) {
           return create(spec, plan, account, context);

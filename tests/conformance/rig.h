@@ -35,9 +35,9 @@ struct BackendUnderTest {
                                                             const RankContext& context) = nullptr;
   bool is_group() const { return num_ranks * num_replicas > 1; }
 
-  // One rank's end of a group; not needed for one rank.
-  absl::StatusOr<std::unique_ptr<Collective>> (*create_collective)(int32_t rank,
-                                                                   int32_t size) = nullptr;
+  // One rank's end of a group; not needed for one rank. number_of_all: among those of all replicas.
+  absl::StatusOr<std::unique_ptr<Collective>> (*create_collective)(int32_t rank, int32_t size,
+                                                                   int32_t number_of_all) = nullptr;
 };
 
 // Every output of one chunk.

@@ -105,6 +105,10 @@ v1::HeadSpec MakeSpec(const HeadShape& shape) {
   return spec;
 }
 
+bool HoldsBFloat16Logits(const HeadShape& shape) {
+  return shape.dtype == DType::kBFloat16 && TestBackend() == "cuda";
+}
+
 std::vector<float> InitialWeight(const HeadShape& shape) {
   return NormalValues(shape.vocab_size * shape.hidden_size, 0.2, 17);
 }

@@ -10,7 +10,6 @@
 #include "absl/strings/str_cat.h"
 #include "tests/conformance/tolerances.h"
 #include "tests/e2e/service_fixture.h"
-#include "tests/util/paths.h"
 
 namespace lmhead::e2e {
 namespace {
@@ -86,9 +85,7 @@ std::vector<float> Narrowed(const std::vector<double>& values) {
 TEST_P(TrainingTest, TwoWorkersTrainAsTheOracleDoes) {
   const TrainingCase& c = GetParam();
   const HeadShape shape{.dtype = c.dtype, .schedule = c.schedule, .optimizer = c.optimizer};
-  // Whether the backend holds logits in bfloat16: then its gradients may be twice as far off as
-  // those of a plain trainer that does.
-  const bool narrow_logits = c.dtype == DType::kBFloat16 && TestBackend() == "cuda";
+  const bool narrow_logits = HoldsBFloat16Logits(shape);
   const Bounds bounds = BoundsOf(c.dtype, narrow_logits);
   auto server = StartServer();
   auto control = ConnectTo(server->address());
