@@ -188,14 +188,6 @@ absl::Status CheckTensorRows(const HeadSpec& spec, VocabRange range, int64_t ten
                    tensor_cols, " columns"));
 }
 
-ConstMatrixView ClipRows(ConstMatrixView rows, VocabRange range, int64_t* row_start) {
-  const VocabRange both = Intersection({*row_start, *row_start + rows.rows}, range);
-  const int64_t skipped = (both.start - *row_start) * rows.cols * BytesPerElement(rows.dtype);
-  *row_start = both.start;
-  if (both.size() == 0) return {nullptr, 0, rows.cols, rows.dtype};
-  return {static_cast<const std::byte*>(rows.data) + skipped, both.size(), rows.cols, rows.dtype};
-}
-
 absl::Status CheckGradRows(const HeadSpec& spec, std::span<const int32_t> row_ids,
                            int64_t row_start, ConstMatrixView rows) {
   if (!spec.trainable) {

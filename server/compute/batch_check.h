@@ -30,10 +30,6 @@ absl::Status CheckTeacher(const HeadSpec& spec, VocabRange range, const HeadSpec
 absl::Status CheckTensorRows(const HeadSpec& spec, VocabRange range, int64_t tensor_cols,
                              int64_t row_start, int64_t rows, int64_t cols);
 
-// Those of `rows`, which start at row *row_start, that are in `range`; their start becomes
-// *row_start.
-ConstMatrixView ClipRows(ConstMatrixView rows, VocabRange range, int64_t* row_start);
-
 // Of AddGradRows().
 absl::Status CheckGradRows(const HeadSpec& spec, std::span<const int32_t> row_ids,
                            int64_t row_start, ConstMatrixView rows);

@@ -14,28 +14,10 @@
 #include "proto/types/check.h"
 #include "server/compute/batch_check.h"
 #include "server/compute/replica_exchange.h"
+#include "server/compute/tensor_rows.h"
 #include "server/optimizer/optimizer.h"
 
 namespace lmhead {
-namespace {
-
-bool IsOfBias(TensorKind kind) {
-  return kind == TensorKind::kBias || kind == TensorKind::kGradBias ||
-         kind == TensorKind::kBiasExpAvg || kind == TensorKind::kBiasExpAvgSq;
-}
-
-bool IsGradient(TensorKind kind) {
-  return kind == TensorKind::kGradWeight || kind == TensorKind::kGradBias;
-}
-
-// `rows` rows of a tensor from its row `first`.
-MatrixView PartOf(const MatrixView& tensor, int64_t first, int64_t rows) {
-  auto* const data =
-      static_cast<std::byte*>(tensor.data) + first * tensor.cols * BytesPerElement(tensor.dtype);
-  return {data, rows, tensor.cols, tensor.dtype};
-}
-
-}  // namespace
 
 CpuParameters::CpuParameters(const HeadSpec& spec, const MemoryPlan& plan,
                              const RankContext& context, HostArena* arena)
@@ -81,8 +63,8 @@ void CpuParameters::InitialiseWeight(float* scratch, int64_t scratch_rows) {
 }
 
 ConstMatrixView CpuParameters::WeightRows(int64_t start, int64_t rows) const {
-  return PartOf({weight_.data, range_.size(), weight_.cols, weight_.dtype}, start - range_.start,
-                rows);
+  const ConstMatrixView all{weight_.data, range_.size(), weight_.cols, weight_.dtype};
+  return PartOf(all, start - range_.start, rows);
 }
 
 // --- Gradients ---------------------------------------------------------------------------------

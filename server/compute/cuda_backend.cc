@@ -16,6 +16,7 @@
 #include "server/compute/cuda_status.h"
 #include "server/compute/cuda_transfers.h"
 #include "server/compute/staged_collective.h"
+#include "server/compute/tensor_rows.h"
 #include "spdlog/spdlog.h"
 
 namespace lmhead {
@@ -287,7 +288,7 @@ absl::Status CudaBackend::AddGradRows(std::span<const int32_t> row_ids, int64_t 
 }
 
 absl::Status CudaBackend::WriteRows(TensorKind kind, int64_t row_start, ConstMatrixView rows) {
-  if (kind == TensorKind::kGradWeight || kind == TensorKind::kGradBias) {
+  if (IsGradient(kind)) {
     return absl::InvalidArgumentError(
         absl::StrCat("head ", head_.spec.name, ": gradients are added to, not written"));
   }

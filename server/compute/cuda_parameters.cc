@@ -14,23 +14,13 @@
 #include "server/compute/batch_check.h"
 #include "server/compute/cuda_status.h"
 #include "server/compute/replica_exchange.h"
+#include "server/compute/tensor_rows.h"
 
 namespace lmhead {
 namespace {
 
 static_assert(kernels::kSquaredNormBlocks == kNormPartials,
               "The memory plan counts the partial sums of the norm");
-
-// Rows [start, start + count) of `matrix`.
-MatrixView PartOf(const MatrixView& matrix, int64_t start, int64_t count) {
-  const int64_t offset = start * matrix.cols * BytesPerElement(matrix.dtype);
-  return {static_cast<std::byte*>(matrix.data) + offset, count, matrix.cols, matrix.dtype};
-}
-
-bool IsOfBias(TensorKind kind) {
-  return kind == TensorKind::kBias || kind == TensorKind::kGradBias ||
-         kind == TensorKind::kBiasExpAvg || kind == TensorKind::kBiasExpAvgSq;
-}
 
 }  // namespace
 
@@ -241,7 +231,7 @@ absl::StatusOr<CudaParameters::Tensor> CudaParameters::FindTensor(TensorKind kin
                      " is not trainable: it has no gradients, master weight or optimizer state"));
   }
   const CudaParameter& state = of_bias ? buffers.bias_state : buffers.weight_state;
-  if (kind == TensorKind::kGradWeight || kind == TensorKind::kGradBias) {
+  if (IsGradient(kind)) {
     return Tensor{{state.grad, whole.rows, whole.cols, DType::kFloat32}, head_.range};
   }
   // The master weight of a float32 head is its weight.
@@ -287,12 +277,12 @@ absl::Status CudaParameters::CopyIn(TensorKind kind, int64_t row_start, ConstMat
   cudaStream_t const stream = head_.streams.compute;
   const Tensor twin = Twin(kind);
   const int64_t block_rows = head_.plan.batch_tokens;
-  const int64_t from_row_bytes = rows.cols * BytesPerElement(rows.dtype);
   for (int64_t start = 0; start < rows.rows; start += block_rows) {
     const int64_t count = std::min(block_rows, rows.rows - start);
-    LMHEAD_RETURN_IF_CUDA_ERROR(cudaMemcpyAsync(
-        staging, static_cast<const std::byte*>(rows.data) + start * from_row_bytes,
-        static_cast<size_t>(count * from_row_bytes), cudaMemcpyHostToDevice, stream));
+    const ConstMatrixView block = PartOf(rows, start, count);
+    LMHEAD_RETURN_IF_CUDA_ERROR(cudaMemcpyAsync(staging, block.data,
+                                                static_cast<size_t>(block.size_bytes()),
+                                                cudaMemcpyHostToDevice, stream));
     const ConstMatrixView from = {staging, count, rows.cols, rows.dtype};
     LMHEAD_RETURN_IF_CUDA_ERROR(kernels::LaunchConvert(from, PartOf(tensor, start, count), stream));
     int64_t twin_start = row_start + start;

@@ -10,6 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/blocking_counter.h"
 #include "absl/synchronization/mutex.h"
+#include "server/compute/tensor_rows.h"
 
 namespace lmhead {
 namespace {
@@ -28,12 +29,6 @@ std::vector<ChunkRows> WithoutOutputs(std::span<const ChunkRows> chunks, bool br
     chunk.teacher_hidden_states.data = nullptr;
   }
   return silent;
-}
-
-// Kept by the owner of a row alone, and by nobody else in any form.
-bool IsMoment(TensorKind kind) {
-  return kind == TensorKind::kWeightExpAvg || kind == TensorKind::kWeightExpAvgSq ||
-         kind == TensorKind::kBiasExpAvg || kind == TensorKind::kBiasExpAvgSq;
 }
 
 }  // namespace
@@ -310,36 +305,28 @@ absl::Status ShardGroup::OnRowsOf(
 }
 
 absl::Status ShardGroup::WriteRows(TensorKind kind, int64_t row_start, ConstMatrixView rows) {
-  const auto* const data = static_cast<const std::byte*>(rows.data);
-  const int64_t row_bytes = rows.cols * BytesPerElement(rows.dtype);
   const Holder holder = IsMoment(kind) ? Holder::kOwner : Holder::kEveryReplica;
   return OnRowsOf(holder, row_start, rows.rows,
                   [&](int32_t rank, VocabRange part, Rank::Done done) {
-                    ConstMatrixView of_rank = rows;
-                    of_rank.data = data + (part.start - row_start) * row_bytes;
-                    of_rank.rows = part.size();
-                    pool_->rank(rank).WriteRows(id_, kind, part.start, of_rank, std::move(done));
+                    pool_->rank(rank).WriteRows(id_, kind, part.start,
+                                                PartOf(rows, part.start - row_start, part.size()),
+                                                std::move(done));
                   });
 }
 
 absl::Status ShardGroup::ReadRows(TensorKind kind, int64_t row_start, MatrixView rows) {
-  if (kind == TensorKind::kGradWeight || kind == TensorKind::kGradBias) {
-    return ReadGradRows(kind, row_start, rows);
-  }
+  if (IsGradient(kind)) return ReadGradRows(kind, row_start, rows);
   const bool owned = IsMoment(kind) || kind == TensorKind::kMasterWeight;
   return ReadRowsFrom(owned ? Holder::kOwner : Holder::kFirstReplica, kind, row_start, rows);
 }
 
 absl::Status ShardGroup::ReadRowsFrom(Holder holder, TensorKind kind, int64_t row_start,
                                       MatrixView rows) {
-  auto* const data = static_cast<std::byte*>(rows.data);
-  const int64_t row_bytes = rows.cols * BytesPerElement(rows.dtype);
   return OnRowsOf(holder, row_start, rows.rows,
                   [&](int32_t rank, VocabRange part, Rank::Done done) {
-                    MatrixView of_rank = rows;
-                    of_rank.data = data + (part.start - row_start) * row_bytes;
-                    of_rank.rows = part.size();
-                    pool_->rank(rank).ReadRows(id_, kind, part.start, of_rank, std::move(done));
+                    pool_->rank(rank).ReadRows(id_, kind, part.start,
+                                               PartOf(rows, part.start - row_start, part.size()),
+                                               std::move(done));
                   });
 }
 
@@ -349,27 +336,25 @@ absl::Status ShardGroup::ReadGradRows(TensorKind kind, int64_t row_start, Matrix
   if (pool_->num_replicas() == 1) {
     return ReadRowsFrom(Holder::kFirstReplica, kind, row_start, rows);
   }
-  const int64_t row_bytes = rows.cols * BytesPerElement(rows.dtype);
-  const auto total_bytes = static_cast<size_t>(rows.size_bytes());
-  std::vector<std::byte> parts(total_bytes * static_cast<size_t>(pool_->num_replicas()));
-  const auto part_of = [&](int32_t replica) {
-    return parts.data() + total_bytes * static_cast<size_t>(replica);
+  const int64_t num_elements = rows.rows * rows.cols;  // Float32: the ranks take no other dtype.
+  std::vector<float> parts(static_cast<size_t>(num_elements * pool_->num_replicas()));
+  const auto rows_of = [&](int32_t replica) {
+    return MatrixView{parts.data() + num_elements * replica, rows.rows, rows.cols, rows.dtype};
   };
   absl::Status status =
       OnRowsOf(Holder::kEveryReplica, row_start, rows.rows,
                [&](int32_t rank, VocabRange part, Rank::Done done) {
-                 MatrixView of_rank = rows;
-                 of_rank.data = part_of(rank / pool_->ranks_per_replica()) +
-                                (part.start - row_start) * row_bytes;
-                 of_rank.rows = part.size();
-                 pool_->rank(rank).ReadRows(id_, kind, part.start, of_rank, std::move(done));
+                 const MatrixView of_replica = rows_of(rank / pool_->ranks_per_replica());
+                 pool_->rank(rank).ReadRows(id_, kind, part.start,
+                                            PartOf(of_replica, part.start - row_start, part.size()),
+                                            std::move(done));
                });
   if (!status.ok()) return status;
-  auto* const sums = static_cast<float*>(rows.data);  // The ranks take no other dtype.
-  for (int64_t i = 0; i < rows.rows * rows.cols; ++i) {
+  auto* const sums = static_cast<float*>(rows.data);
+  for (int64_t i = 0; i < num_elements; ++i) {
     float sum = 0.0f;
     for (int32_t replica = 0; replica < pool_->num_replicas(); ++replica) {
-      sum += reinterpret_cast<const float*>(part_of(replica))[i];
+      sum += parts[replica * num_elements + i];
     }
     sums[i] = sum;
   }
