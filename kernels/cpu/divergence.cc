@@ -98,8 +98,9 @@ double FinishTopk(const DivergenceConfig& config, double dropped_mass, double gr
 
   const double mass = state->teacher_mass;
   const bool renormalise = config.topk_mass == TopkMass::kRenormalise;
-  const double kept = config.topk_mass == TopkMass::kKeep ? mass : 1.0;
   const bool has_tail = config.topk_mass == TopkMass::kTail && !config.whole_vocabulary;
+  // The teacher's mass in the value, which its gradient goes with.
+  const double kept = renormalise || has_tail ? 1.0 : mass;
   const double tail = has_tail ? dropped_mass : 0.0;
 
   // Sum of q (log q - log p) over the list.

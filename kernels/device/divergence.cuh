@@ -100,7 +100,8 @@ __device__ __forceinline__ DivergenceResult TopkDivergence(const DivergenceOptio
   result.value = stats.cross_sum + mass * log_sum;
   if (renormalise) result.value = result.value / mass - logf(mass);
   // What p is multiplied by at every id, and q at the k.
-  const float kept = options.topk_mass == TopkMass::kKeep ? mass : 1.0f;
+  const bool has_bucket = options.topk_mass == TopkMass::kTail && options.ids_outside;
+  const float kept = renormalise || has_bucket ? 1.0f : mass;
   RowDivergenceGrad& grad = result.grad;
   grad.inside_max = stats.total_max;
   grad.inside_scale = scale * kept / stats.total_sum_exp;
@@ -110,7 +111,6 @@ __device__ __forceinline__ DivergenceResult TopkDivergence(const DivergenceOptio
   const float outside = all_inside ? 0.0f : expf(stats.outside_max - stats.total_max);
   grad.student_max = all_inside ? 0.0f : stats.outside_max;
   grad.student_scale = scale * kept * outside / stats.total_sum_exp;
-  const bool has_bucket = options.topk_mass == TopkMass::kTail && options.ids_outside;
   if (!has_bucket || missing == 0.0f) return result;
   if (all_inside) {
     result.value = INFINITY;

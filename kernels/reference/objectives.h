@@ -229,9 +229,9 @@ DivergenceTerm<Real> TopkDivergenceOf(const Distillation& spec, const std::vecto
     return term;
   }
   const bool renormalise = spec.topk_mass == TopkMass::kRenormalise;
-  const Real kept = spec.topk_mass == TopkMass::kKeep ? mass : Real{1};
-  // There is no bucket outside of the whole vocabulary.
+  // There is no bucket outside of the whole vocabulary: all mass that there is, is kept.
   const bool has_bucket = spec.topk_mass == TopkMass::kTail && ids.size() < student.size();
+  const Real kept = renormalise || has_bucket ? Real{1} : mass;
   const Real bucket = has_bucket ? term.dropped_teacher_mass : Real{0};
   for (size_t j = 0; j < student.size(); ++j) {
     term.grad_logits[j] = kept * p.Prob(j) - Weighted(bucket, outside.Prob(j));

@@ -16,6 +16,15 @@ namespace lmhead {
 
 inline constexpr int32_t kDefaultIgnoreIndex = -100;
 
+// Temperatures of the logits and of a divergence. Beyond them a logit, or the difference of two, is
+// no float32 any more that an exponential could be taken of.
+inline constexpr float kTemperatureMin = 1e-6f;
+inline constexpr float kTemperatureMax = 1e6f;
+
+constexpr bool IsTemperature(float value) {
+  return value >= kTemperatureMin && value <= kTemperatureMax;
+}
+
 // Wire values (lmhead.v1.DistillationSpec.Divergence).
 enum class Divergence : uint8_t { kForwardKl = 1, kReverseKl = 2, kJsd = 3, kTopkForwardKl = 4 };
 

@@ -338,6 +338,43 @@ TEST_P(DivergenceTest, LargeLogitsAndConfidentRows) {
   }
 }
 
+// A weight that 1 - beta does not show in float32; the smaller side has nearly all of m.
+TEST_P(DivergenceTest, MixturesOfNearlyOneSide) {
+  for (const float beta :
+       {1e-3f, 1e-6f, 1e-7f, 1e-9f, 1e-20f, 1e-38f, 0.999f, 0.999999f, 0.99999994f}) {
+    SCOPED_TRACE(beta);
+    Problem problem;
+    problem.spec.divergence = Divergence::kJsd;
+    problem.spec.jsd_beta = beta;
+    problem.student = Normals(257, 6.0f);
+    problem.teacher = Normals(257, 6.0f);
+    const reference::Result want = Expected(problem);
+    const Walk got = Walker(GetParam(), problem, 100, 3).Run();
+    EXPECT_NEAR(got.outputs.divergence, want.token_loss[0], 1e-6);
+    ASSERT_EQ(got.grad.size(), want.grad_bias.size());
+    for (size_t i = 0; i < got.grad.size(); ++i) {
+      EXPECT_NEAR(got.grad[i], want.grad_bias[i], 1e-6) << i;
+    }
+  }
+}
+
+// A fused multiplication and its own rounding are far apart for such numbers.
+TEST_P(DivergenceTest, TheSmallestTemperature) {
+  for (const Divergence divergence : kOfTeacherHeads) {
+    SCOPED_TRACE(int(divergence));
+    Problem problem;
+    problem.spec.divergence = divergence;
+    problem.spec.kl_temperature = kTemperatureMin;
+    if (divergence == Divergence::kJsd) problem.spec.jsd_beta = 0.5f;
+    problem.student = Normals(257, 1e4f);
+    problem.teacher = Normals(257, 1e4f);
+    const Walk got = Walker(GetParam(), problem, 100, 3).Run();
+    const double want = Expected(problem).token_loss[0];
+    EXPECT_NEAR(got.outputs.divergence, want, 1e-5 * want);
+    for (const float value : got.grad) EXPECT_TRUE(std::isfinite(value));
+  }
+}
+
 // Where p and q are alike a divergence is a difference of nearly nothing.
 TEST_P(DivergenceTest, AlikeDistributions) {
   for (const Divergence divergence : kOfTeacherHeads) {

@@ -250,6 +250,26 @@ TEST(ReferenceDistillation, GradientsAreSlopesOfTheLoss) {
   }
 }
 
+// All ids are listed, with 0.9 of the teacher's mass: whatever the policy, the gradient is that of
+// the value.
+TEST(ReferenceDistillation, GradientsAreSlopesOfAListOfTheWholeVocabulary) {
+  for (const TopkMass mass : {TopkMass::kRenormalise, TopkMass::kKeep, TopkMass::kTail}) {
+    SCOPED_TRACE(static_cast<int>(mass));
+    Problem problem;
+    problem.DistilFromTopk(mass);
+    problem.recipe.distillation->top_k = 11;
+    problem.tokens.teacher_topk_ids.clear();
+    problem.tokens.teacher_topk_logprobs.clear();
+    for (int token = 0; token < 4; ++token) {
+      for (int id = 10; id >= 0; --id) {
+        problem.tokens.teacher_topk_ids.push_back(id);
+        problem.tokens.teacher_topk_logprobs.push_back(std::log(0.9 * (id + 1) / 66.0));
+      }
+    }
+    ExpectGradientsAreSlopes(&problem);
+  }
+}
+
 TEST(ReferenceDistillation, GradientsAreSlopesWhereVocabulariesDiffer) {
   const auto expect = [](Divergence divergence, int64_t teacher_vocab_size,
                          TeacherVocabulary vocabulary) {
