@@ -149,6 +149,15 @@ class Shape(unittest.TestCase):
                     self.assertIn(window, ("$__rate_interval", "$__range", "30m"))
                 self.assertNotRegex(target["expr"], r"_total\{[^}]*\}(?!\[)")
 
+    def test_pods_of_one_name_in_two_namespaces_are_two(self):
+        """Every release's first pod is called lmhead-0."""
+        for title, target in dashboard.queries(self.dashboard):
+            with self.subTest(title, expr=target["expr"]):
+                for labels in re.findall(r"\b(?:by|on) \(([^)]*)\)", target["expr"]):
+                    self.assertEqual("pod" in labels.split(", "), "namespace" in labels.split(", "))
+                legend = target.get("legendFormat", "")
+                self.assertEqual("{{pod}}" in legend, "{{namespace}}" in legend)
+
     def test_every_metric_is_explained(self):
         explained = explained_metrics()
         expressions = [target["expr"] for _, target in dashboard.queries(self.dashboard)] + [rule["expr"] for rule in rules("expr")]
