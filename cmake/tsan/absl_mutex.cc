@@ -1,4 +1,4 @@
-// absl::Mutex, CondVar and Notification on pthreads, for the thread sanitizer.
+// absl::Mutex, CondVar, Notification and BlockingCounter on pthreads, for the thread sanitizer.
 //
 // The system's abseil is not instrumented and takes its locks with raw futexes, so the sanitizer
 // would see no lock at all and call every guarded field a race. These definitions, in the
@@ -14,6 +14,7 @@
 #include <cstdint>
 #include <cstdlib>
 
+#include "absl/synchronization/blocking_counter.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
@@ -197,6 +198,22 @@ void Notification::WaitForNotification() const {
 
 bool Notification::WaitForNotificationWithTimeout(Duration timeout) const {
   return WaitForNotificationWithDeadline(Now() + timeout);
+}
+
+// The library counts with an unseen atomic and locks at the last count alone: what the other
+// counting threads did before would look unordered to whoever waited.
+BlockingCounter::BlockingCounter(int initial_count)
+    : count_(initial_count), num_waiting_(0), done_(initial_count == 0) {}
+
+bool BlockingCounter::DecrementCount() {
+  MutexLock lock(&lock_);
+  done_ = count_.fetch_sub(1) == 1;
+  return done_;
+}
+
+void BlockingCounter::Wait() {
+  lock_.LockWhen(Condition(&done_));
+  lock_.Unlock();
 }
 
 ABSL_NAMESPACE_END
