@@ -81,6 +81,41 @@ class ElasticTest(ServiceTest):
     def test_a_service_that_dies_and_comes_back_changes_nothing(self):
         self.check_that_dying_changes_nothing({(3, "loss 0"), (6, "loss 1"), (9, "prepared")}, optimizer=lmhead.SGD())
 
+    def test_a_service_that_dies_between_two_steps_changes_nothing(self):
+        head = self.new_head()
+        lmhead.elastic_step(head, 1, lambda step: step.commit(0.1))
+
+        def restore(lost):
+            lmhead.RemoteHead.create(lost.client, lost.name, vocab_size=trunk.VOCAB_SIZE, hidden_size=trunk.HIDDEN_SIZE,
+                                     optimizer=lmhead.SGD()).load_weight(trunk.make_weight())
+
+        self.restart(0.1)
+        lmhead.elastic_step(head, 2, lambda step: step.commit(0.1), on_restart=restore)
+        self.assertEqual(head.info().last_committed_step, 2)
+
+    def test_a_head_that_came_back_older_between_two_steps_is_refused(self):
+        head = self.new_head()
+        lmhead.elastic_step(head, 1, lambda step: step.commit(0.1))
+        head.save_checkpoint("one")
+        lmhead.elastic_step(head, 2, lambda step: step.commit(0.1))
+        self.restart(0.1)
+        with self.assertRaisesRegex(lmhead.FailedPrecondition, "as of step 1, the trainer is at step 2"):
+            lmhead.elastic_step(head, 3, lambda step: step.commit(0.1), on_restart=lambda lost: lost.restore_checkpoint("one"))
+
+    def test_every_call_within_a_step_tells_that_it_is_lost(self):
+        """An evaluation and log-probabilities, too, which have no step in the service."""
+        ids, labels = trunk.batch(1)
+        hidden = trunk.make_trunk()(ids)
+        for call in (lambda head, step: head.logprobs(hidden.detach(), labels),
+                     lambda head, step: step.logprobs(hidden, labels),
+                     lambda head, step: head.loss(hidden.detach(), labels)):
+            head = self.new_head()
+            with self.assertRaises(lmhead.StepLost) as caught:
+                with head.step(1) as step:
+                    self.restart(0.1)
+                    call(head, step)
+            self.assertIs(caught.exception.restarted, True)
+
     def test_a_checkpoint_brings_the_optimizers_state_back(self):
         self.check_that_dying_changes_nothing({(5, "loss 1")}, optimizer=lmhead.AdamW(), checkpoints=True,
                                               head_rate=0.01)

@@ -1,5 +1,8 @@
 """Patched causal language models train as they did with their own head."""
 
+import copy
+import inspect
+import pickle
 import tempfile
 import unittest
 
@@ -9,6 +12,39 @@ import transformers
 import lmhead
 from base import ServiceTest, relative_error
 from models import Texts, batch, gpt2, llama
+
+
+EVALUATION = next(name for name in ("eval_strategy", "evaluation_strategy")
+                  if name in inspect.signature(transformers.TrainingArguments).parameters)
+
+
+class Scaler:
+    """torch.cuda.amp.GradScaler in short, for the CPU as well."""
+
+    def __init__(self):
+        self._scale, self._skipped = 4096.0, False
+
+    def is_enabled(self):
+        return True
+
+    def get_scale(self):
+        return self._scale
+
+    def scale(self, loss):
+        return loss * self._scale
+
+    def step(self, optimizer):
+        grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        self._skipped = not all(torch.isfinite(grad).all() for grad in grads)
+        if self._skipped:
+            return
+        for grad in grads:
+            grad /= self._scale
+        optimizer.step()
+
+    def update(self):
+        if self._skipped:
+            self._scale /= 2
 
 
 class HuggingFaceTest(ServiceTest):
@@ -73,6 +109,143 @@ class HuggingFaceTest(ServiceTest):
         losses = self.train(model, lmhead.patch(model, head))
         self.assertLess(losses[-1], losses[0])
         self.assertTrue(torch.equal(head.read_weight(), before))
+
+    def test_a_patched_model_saves_and_loads_what_an_unpatched_one_does(self):
+        for make in (llama, gpt2):
+            with self.subTest(model=make.__name__):
+                model, other = make(), make()
+                want = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+                with torch.no_grad():
+                    for parameter in other.parameters():
+                        parameter += 0.1
+                head = self.new_head(model)
+                patched = lmhead.patch(model, head)
+                got = model.state_dict()
+                self.assertEqual(set(got), set(want))
+                with tempfile.TemporaryDirectory() as folder:
+                    model.save_pretrained(folder)
+                    loaded = type(model).from_pretrained(folder).state_dict()
+                for name, tensor in want.items():
+                    self.assertTrue(torch.equal(got[name], tensor), name)
+                    self.assertTrue(torch.equal(loaded[name], tensor), name)
+                model.load_state_dict(other.state_dict())
+                self.assertTrue(torch.equal(head.read_weight(), other.lm_head.weight))
+                model.train()(**batch(0)).loss.backward()
+                with self.assertRaisesRegex((RuntimeError, lmhead.FailedPrecondition), "step 1 is open"):
+                    model.load_state_dict(other.state_dict())
+                self.assertIs(patched.restore(), patched.restore())
+                self.assertTrue(torch.equal(model.lm_head.weight, other.lm_head.weight))
+        model = llama()
+        lmhead.patch(model, self.new_head(model))
+        with self.assertRaisesRegex(RuntimeError, r"weight has shape \(3, 4\)"):
+            model.load_state_dict({**model.state_dict(), "lm_head.weight": torch.zeros(3, 4)})
+        self.assertIn("lm_head.weight", model.load_state_dict({}, strict=False).missing_keys)
+
+    def test_what_a_patched_model_cannot_do_says_what_to_do(self):
+        model = llama()
+        lmhead.patch(model, self.new_head(model))
+        for take in (copy.copy, copy.deepcopy, pickle.dumps):  # A copy's forward() would run the original.
+            with self.assertRaisesRegex(TypeError, "Copy the model before lmhead.patch or after patched.restore"):
+                take(model if take is not copy.copy else model.lm_head)
+        with self.assertRaisesRegex(ValueError, "is patched already"):
+            lmhead.patch(model, self.create())
+        with self.assertRaisesRegex(AttributeError, "weight is in the service"):
+            model.lm_head.weight
+        with self.assertRaisesRegex(RuntimeError, "call restore\\(\\) before what needs logits"):
+            model.generate(torch.zeros(1, 3, dtype=torch.int64), pad_token_id=0)
+        loss = model.eval()(**batch(0)).loss
+        with self.assertRaisesRegex(RuntimeError, "call model.train\\(\\)"):
+            loss.backward()
+        with self.assertRaisesRegex(RuntimeError, "DataParallel"):
+            model.lm_head._replicate_for_data_parallel()
+
+    def scaled_run(self, make, scaler):
+        """Four steps of a loop with a GradScaler, the third of which overflows."""
+        model = make().train()
+        head = self.new_head(model)
+        patched = lmhead.patch(model, head)
+        optimizer = torch.optim.SGD(model.parameters(), 0.3)
+        patched.attach(optimizer, max_grad_norm=0.5, scaler=scaler)
+        for number in range(4):
+            optimizer.zero_grad()
+            loss = model(**batch(4 * number)).loss
+            if scaler is None:
+                if number == 2:
+                    patched.abort()
+                    continue
+                loss.backward()
+                optimizer.step()
+                continue
+            scaler.scale(loss).backward()
+            if number == 2:
+                next(model.parameters()).grad[0, 0] = float("inf")
+            scaler.step(optimizer)
+            scaler.update()
+        return head, model
+
+    def test_a_grad_scaler_scales_neither_trunk_nor_head(self):
+        for make in (llama, gpt2):
+            want_head, want = self.scaled_run(make, None)
+            head, model = self.scaled_run(make, Scaler())
+            self.assertEqual(head.info().last_committed_step, 3)
+            self.assertNear(head.read_weight(), want_head.read_weight(), 1e-5)
+            for got, parameter in zip(model.parameters(), want.parameters()):
+                self.assertNear(got, parameter, 1e-5)
+
+    def test_the_trainer_saves_and_resumes(self):
+        """Evaluations in between; the head still there as of a later step, gone, and of another name."""
+        for make in (llama, gpt2):
+            kept = tempfile.TemporaryDirectory()
+            self.addCleanup(kept.cleanup)
+            name, folder = f"resumed-{make.__name__}", kept.name
+
+            def train(resume, name=name, make=make, folder=folder):
+                model = make()
+                head = lmhead.RemoteHead.create(self.client, name, **lmhead.head_arguments(model), optimizer=lmhead.AdamW())
+                arguments = transformers.TrainingArguments(
+                    folder, per_device_train_batch_size=4, max_steps=6, learning_rate=3e-3, lr_scheduler_type="constant",
+                    max_grad_norm=0.0, logging_steps=1, report_to=[], seed=5, use_cpu=True, disable_tqdm=True,
+                    save_strategy="steps", save_steps=3, eval_steps=2, **{EVALUATION: "steps"})
+                trainer = transformers.Trainer(model, arguments, train_dataset=Texts(), eval_dataset=Texts(),
+                                               callbacks=[lmhead.patch(model, head).trainer_callback(max_grad_norm=1.0)])
+                trainer.remove_callback(transformers.trainer_callback.PrinterCallback)
+                trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-3" if resume else None)
+                self.assertEqual(head.info().last_committed_step, 6)
+                return head.read_weight(), [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+            with self.subTest(model=make.__name__):
+                want, losses = train(False)
+                for gone in (False, True):
+                    if gone:
+                        self.client.call("DeleteHead", head=name)
+                    got, resumed = train(True)
+                    self.assertEqual(resumed, losses)
+                    self.assertTrue(torch.equal(got, want))
+                saved = make().from_pretrained(f"{folder}/checkpoint-6")
+                self.assertTrue(torch.equal(saved.lm_head.weight, want))
+
+    def test_a_checkpoint_that_cannot_be_or_is_anothers_is_told(self):
+        model = llama()
+        head = self.new_head(model)
+        patched = lmhead.patch(model, head)
+        with self.assertWarnsRegex(UserWarning, "without the optimizer state.*trainer-7"):
+            patched.resume(7)
+        patched.save(7)
+        head.load_weight(torch.zeros(head.vocab_size, head.hidden_size))
+        with self.assertRaisesRegex(ValueError, "another run's"):
+            patched.resume(7)
+        patched.model.train()(**batch(0)).loss.backward()
+        patched.commit(0.1)
+        with self.assertWarnsRegex(UserWarning, "without its optimizer state.*trainer-7"):
+            patched.save(7)
+
+    def test_clipping_twice_is_refused(self):
+        model = llama()
+        callback = lmhead.patch(model, self.new_head(model)).trainer_callback(max_grad_norm=1.0)
+        trainer = transformers.Trainer(model, transformers.TrainingArguments("unused", report_to=[], use_cpu=True, max_steps=1),
+                                       train_dataset=Texts(), callbacks=[callback])
+        with self.assertRaisesRegex(ValueError, "max_grad_norm is 1.0, want 0"):
+            trainer.train()
 
     def test_the_trainer(self):
         runs = []

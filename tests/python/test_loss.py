@@ -1,5 +1,6 @@
 """Losses and their gradients against torch on full logits."""
 
+import os
 import unittest
 from unittest import mock
 
@@ -83,6 +84,10 @@ class LossTest(ServiceTest):
                         dense(hidden, weight, labels, weight=classes, label_smoothing=0.1), LOSS_BOUND)
         self.assertNear(head.loss(hidden, labels, reduction="mean", num_items=40),
                         dense(hidden, weight, labels, reduction="sum") / 40, LOSS_BOUND)
+        for weights in (classes, classes.tolist()):
+            self.assertEqual(lmhead.Recipe(class_weights=weights), lmhead.Recipe(class_weights=tuple(classes.tolist())))
+        with self.assertRaisesRegex(lmhead.InvalidArgument, "is 101, wanted 0 to 100"):
+            head.loss(hidden, torch.full_like(labels, 101), reduction="mean", recipe=recipe)
         ignored = torch.full_like(labels, -100)
         loss = head.loss(hidden, ignored, reduction="mean")
         self.assertEqual(float(loss), 0.0)
@@ -121,6 +126,29 @@ class LossTest(ServiceTest):
         self.assertNear(hidden.grad, want_hidden, 2e-6)
         self.assertAlmostEqual(report.grad_norm, float(weight.grad.norm()), delta=1e-5)
         self.assertNear(head.read_weight(), weight - 0.5 * weight.grad, 1e-6)
+
+    def test_a_loss_scale_that_was_taken_out_of_the_trunk_is_taken_out_of_the_head(self):
+        """As with a GradScaler: scale, backward, unscale_, clip, step."""
+        runs = []
+        for scale in (1.0, 1024.0):
+            torch.manual_seed(1)
+            head = self.create(optimizer=lmhead.SGD())
+            hidden, labels = self.data(6)
+            with head.step(1) as step:
+                (step.loss(hidden, labels) * scale).backward()
+                hidden.grad /= scale
+                report = step.prepare(loss_scale=scale)
+                clipped = lmhead.clip_grad_norm([hidden], report, max_norm=0.01)
+                step.commit(torch.tensor(0.5), torch.tensor(clipped.grad_multiplier, dtype=torch.float64))
+            runs.append((torch.tensor(clipped.grad_norm), hidden.grad, head.read_weight()))
+        for want, got in zip(*runs):
+            self.assertNear(got, want, 1e-6)
+        with self.assertRaisesRegex(ValueError, "loss_scale is 0.0"):
+            with head.step(2) as step:
+                step.prepare(loss_scale=0.0)
+        with self.assertRaisesRegex(ValueError, "want finite numbers: abort"):
+            with head.step(2) as step:
+                step.commit(float("nan"))
 
     def test_factors_that_differ_are_refused_before_anything_is_applied(self):
         head = self.create(optimizer=lmhead.SGD())
@@ -229,11 +257,30 @@ class LossTest(ServiceTest):
             "at least one token": lambda: head.loss(hidden[:0], labels[:0]),
             "reduction is 'avg'": lambda: head.loss(hidden, labels, reduction="avg"),
             "32 bits": lambda: head.loss(hidden, labels + 2 ** 32),
+            "hidden has shape \\(\\)": lambda: head.loss(hidden.sum(), labels),
+            "torch.sparse_coo on cpu, want a dense": lambda: head.loss(hidden.detach().to_sparse(), labels),
+            "on meta, want a dense": lambda: head.loss(hidden.detach().to("meta"), labels),
+            "num_items is 7 and reduction is 'sum'": lambda: head.loss(hidden, labels, num_items=7),
+            "num_items is nan": lambda: head.loss(hidden, labels, reduction="mean", num_items=float("nan")),
+            "num_items is 0, and 3 tokens": lambda: head.loss(hidden, labels, reduction="mean", num_items=0),
+            "k is 0": lambda: head.topk(hidden, 0),
         }.items():
             with self.subTest(pattern=pattern), self.assertRaisesRegex(ValueError, pattern):
                 call()
-        with self.assertRaisesRegex(TypeError, "advantages"):
-            head.loss(hidden, labels, advantages=torch.ones(4))
+        for pattern, call in {
+            "advantages": lambda: head.loss(hidden, labels, advantages=torch.ones(4)),
+            "beside recipe, shift, reduction": lambda: head.loss(hidden, labels, reducton="mean"),
+            "labels is a list": lambda: head.loss(hidden, labels.tolist()),
+            "hidden is a list": lambda: head.loss(hidden.tolist(), labels),
+            "advantage is a float": lambda: head.loss(hidden, labels, advantage=0.5),
+            "recipe is a dict": lambda: head.loss(hidden, labels, recipe={}),
+            "policy is a str, want lmhead.ClippedPolicy or": lambda: lmhead.Recipe(policy="clipped"),
+            "distillation is a str": lambda: lmhead.Recipe(distillation="teacher"),
+            "optimizer is 'adamw'": lambda: self.create(optimizer="adamw"),
+        }.items():
+            with self.subTest(pattern=pattern), self.assertRaisesRegex(TypeError, pattern):
+                call()
+        self.assertEqual(float(head.loss(hidden, torch.full_like(labels, -100), reduction="mean", num_items=0)), 0.0)
 
 
 class ErrorTest(ServiceTest):
@@ -260,6 +307,38 @@ class ErrorTest(ServiceTest):
         error.restarted = True
         copy = pickle.loads(pickle.dumps(error))
         self.assertEqual((type(copy), copy.code, copy.message, copy.restarted), (lmhead.StepLost, 14, "gone", True))
+
+    def test_what_is_closed_not_open_or_elsewhere_says_so(self):
+        import copy
+        import pickle
+        own = lmhead.RemoteHead(self.service.address, self.create(optimizer=lmhead.SGD()).name)
+        hidden, labels = self.data(4)
+        for take in (pickle.dumps, copy.deepcopy):
+            with self.assertRaisesRegex(TypeError, "neither pickled nor copied.*RemoteHead\\(address, name\\)"):
+                take(own)
+        with self.assertRaisesRegex(RuntimeError, "is not open, want it within `with head.step"):
+            own.step(1).loss(hidden, labels)
+        own.close()
+        with self.assertRaisesRegex(RuntimeError, "the connection is closed"):
+            own.info()
+
+    def test_a_forked_process_is_told_instead_of_hanging(self):
+        head = self.create()
+        hidden, labels = self.data(4)
+        for call in (head.info, lambda: lmhead.Client(self.service.address)):
+            reader, writer = os.pipe()
+            child = os.fork()
+            if child == 0:
+                try:
+                    call()
+                except BaseException as error:
+                    os.write(writer, f"{type(error).__name__}: {error}".encode())
+                os._exit(0)
+            os.close(writer)
+            with os.fdopen(reader) as said:
+                self.assertRegex(said.read(), "RuntimeError: .*spawn")
+            self.assertEqual(os.waitpid(child, 0)[1], 0)
+        self.assertFalse(head.loss(hidden.detach(), labels).requires_grad)  # The parent goes on.
 
     def test_nobody_there(self):
         with self.assertRaises(lmhead.Unavailable):

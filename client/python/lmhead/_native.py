@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import os
 import pathlib
 from ctypes import POINTER, byref, c_char_p, c_double, c_float, c_int32, c_int64, c_size_t, c_uint64, c_void_p
-from typing import Any, Dict, List, Optional
+from typing import Any, Dict, List, NoReturn, Optional
 
 from lmhead.errors import error_of
 
@@ -124,14 +125,46 @@ def _call(name: str, *arguments: Any) -> None:
     raise error_of(code, message)
 
 
+_connecting_process: Optional[int] = None  # Where the first connection was made.
+
+
+def _spelt(value: Any) -> Any:
+    """NaN and infinities as protobuf's JSON spells them, so that it is the server that refuses them, by field."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, dict):
+        return {name: _spelt(one) for name, one in value.items()}
+    return [_spelt(one) for one in value] if isinstance(value, (list, tuple)) else value
+
+
+def _json(message: Dict[str, Any]) -> bytes:
+    return json.dumps(_spelt(message)).encode()
+
+
 class _Owner:
     """Holds one handle; closed once, at the latest when it is collected."""
 
     _closer: str
+    _what: str
 
     def __init__(self, handle: c_void_p):
         self.handle: Optional[c_void_p] = handle
         self._process = os.getpid()
+
+    @property
+    def opened(self) -> c_void_p:
+        """The handle, for a call. RuntimeError when it is closed, or another process's."""
+        if self._process != os.getpid():
+            raise RuntimeError(f"lmhead: {self._what} belongs to process {self._process}, this is {os.getpid()}, forked from "
+                               f"it without the threads behind {self._what}: use it in its own process, or spawn this one "
+                               "(multiprocessing's \"spawn\") and connect here")
+        if self.handle is None:
+            raise RuntimeError(f"lmhead: {self._what} is closed: connect again")
+        return self.handle
+
+    def __reduce_ex__(self, _protocol: Any) -> NoReturn:
+        raise TypeError(f"lmhead: {self._what} can be neither pickled nor copied: send the address and the head's name, and "
+                        "make lmhead.RemoteHead(address, name) of them there")
 
     def close(self) -> None:
         handle, self.handle = self.handle, None
@@ -148,19 +181,26 @@ class NativeClient(_Owner):
     """lmhead_client."""
 
     _closer = "client_close"
+    _what = "the connection"
 
     def __init__(self, address: str, connect_timeout: float, call_timeout: float, max_attempts: int,
                  texts: Dict[str, Optional[str]]):
+        global _connecting_process
+        if _connecting_process not in (None, os.getpid()):
+            raise RuntimeError(f"lmhead: process {_connecting_process} had a connection when it forked this one, {os.getpid()}, "
+                               "which has none of the threads behind the library: spawn it (multiprocessing's \"spawn\"), or "
+                               "fork before connecting")
         options = ClientOptions(ctypes.sizeof(ClientOptions), connect_timeout, call_timeout, max_attempts, 0)
         for name, text in texts.items():
             setattr(options, name, None if text is None else os.fsencode(text))
         handle = c_void_p()
+        _connecting_process = os.getpid()
         _call("client_connect", address.encode(), byref(options), byref(handle))
         super().__init__(handle)
 
     def call(self, method: str, request: Dict[str, Any], timeout: float = 0.0) -> Dict[str, Any]:
         answer = c_void_p()
-        _call("client_call", self.handle, method.encode(), json.dumps(request).encode(), timeout, byref(answer))
+        _call("client_call", self.opened, method.encode(), _json(request), timeout, byref(answer))
         try:
             text = ctypes.cast(answer, c_char_p).value or b"{}"
             found: Dict[str, Any] = json.loads(text.decode())
@@ -170,16 +210,16 @@ class NativeClient(_Owner):
 
     def load_weights(self, head: str, tensor: int, dtype: int, row_start: int, rows: int, columns: int,
                      data: int) -> None:
-        _call("client_load_weights", self.handle, head.encode(), tensor, dtype, row_start, rows, columns, data)
+        _call("client_load_weights", self.opened, head.encode(), tensor, dtype, row_start, rows, columns, data)
 
     def read_weights(self, head: str, tensor: int, dtype: int, row_start: int, rows: int, columns: int,
                      data: int) -> None:
-        _call("client_read_weights", self.handle, head.encode(), tensor, dtype, row_start, rows, columns, data)
+        _call("client_read_weights", self.opened, head.encode(), tensor, dtype, row_start, rows, columns, data)
 
     def accumulate_weight_gradient(self, head: str, step: int, incarnation: int, worker: str, first_index: int,
                                    row_start: int, row_ids: Optional[int], rows: int, columns: int, data: int) -> int:
         pieces = c_uint64()
-        _call("client_accumulate_weight_gradient", self.handle, head.encode(), step, incarnation, worker.encode(),
+        _call("client_accumulate_weight_gradient", self.opened, head.encode(), step, incarnation, worker.encode(),
               first_index, row_start, row_ids, rows, columns, data, byref(pieces))
         return pieces.value
 
@@ -188,31 +228,32 @@ class NativeWriter(_Owner):
     """lmhead_writer."""
 
     _closer = "writer_close"
+    _what = "the stream"
 
     def __init__(self, client: NativeClient, open_message: Dict[str, Any], connections: int, inflight_chunks: int,
                  chunk_bytes: int, chunk_tokens: int, checksums: bool):
         options = WriterOptions(ctypes.sizeof(WriterOptions), connections, inflight_chunks, chunk_bytes, chunk_tokens,
                                 checksums, 0)
         handle = c_void_p()
-        _call("writer_open", client.handle, json.dumps(open_message).encode(), byref(options), byref(handle))
+        _call("writer_open", client.opened, _json(open_message), byref(options), byref(handle))
         super().__init__(handle)
 
     def submit(self, rows: LossRows) -> int:
         rows.struct_size = ctypes.sizeof(LossRows)
         ticket = c_uint64()
-        _call("writer_submit", self.handle, byref(rows), byref(ticket))
+        _call("writer_submit", self.opened, byref(rows), byref(ticket))
         return ticket.value
 
     def wait(self, ticket: int) -> LossResult:
         result = LossResult(ctypes.sizeof(LossResult))
-        _call("writer_wait", self.handle, ticket, byref(result))
+        _call("writer_wait", self.opened, ticket, byref(result))
         return result
 
     def finish(self) -> int:
         chunks = c_uint64()
-        _call("writer_finish", self.handle, byref(chunks))
+        _call("writer_finish", self.opened, byref(chunks))
         return chunks.value
 
     def cancel(self) -> None:
-        if self.handle:
+        if self.handle and self._process == os.getpid():
             _library.lmhead_writer_cancel(self.handle)

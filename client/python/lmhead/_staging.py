@@ -8,7 +8,7 @@ the caller's stream does next, without waiting.
 from __future__ import annotations
 
 import threading
-from typing import Dict, Optional, Sequence, Tuple
+from typing import Any, Dict, Optional, Sequence, Tuple
 
 import torch
 
@@ -20,8 +20,17 @@ _copy_streams: Dict[Tuple[torch.device, str], "torch.cuda.Stream"] = {}
 _copy_streams_lock = threading.Lock()
 
 
+def check_tensor(tensor: Any, name: str) -> None:
+    """TypeError when it is none; ValueError when it has no dense data."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} is a {type(tensor).__name__}, want a torch.Tensor")
+    if tensor.layout != torch.strided or tensor.device.type == "meta":
+        raise ValueError(f"{name} is {tensor.layout} on {tensor.device}, want a dense tensor with data")
+
+
 def check_dtype(tensor: torch.Tensor, name: str) -> None:
     """ValueError when the wire does not have the tensor's dtype."""
+    check_tensor(tensor, name)
     if tensor.dtype not in DTYPES:
         raise ValueError(f"{name} is {tensor.dtype}, want torch.float32, torch.bfloat16 or torch.float16")
 

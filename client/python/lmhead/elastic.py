@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Callable, Optional, TypeVar
+from typing import Callable, Optional, Tuple, TypeVar
 
 from lmhead.errors import FailedPrecondition, HeadPoisoned, NotFound, StepLost, Unavailable
 from lmhead.head import RemoteHead
@@ -22,22 +22,21 @@ def elastic_step(head: RemoteHead, number: int, body: Callable[[Step], T], *, wo
     batches each time, and leaves the trunk's optimizer alone: its step comes after ``elastic_step``, when the head's has
     been applied. So a lost step leaves no trace.
 
-    A service that was restarted has no heads. ``on_restart(head)`` brings this one back as of step number - 1: restores
-    a checkpoint (RemoteHead.restore_checkpoint), or deletes, creates and loads it. The same is asked of it for a head
-    that was poisoned. On the ranks of a torch.distributed job the first rank calls it.
+    A service that was restarted has no heads, also when that was between two steps. ``on_restart(head)`` brings this one
+    back as of the last commit: restores a checkpoint (RemoteHead.restore_checkpoint), or deletes, creates and loads it. The
+    same is asked of it for a head that was poisoned. On the ranks of a torch.distributed job the first rank calls it.
 
     Args:
         attempts: how often the step is tried in all.
         outage_seconds: how long to wait for a service that does not answer.
 
     Raises:
-        StepLost: the last attempt was lost, too.
+        StepLost: the last attempt was lost, too. Also where an evaluation within ``body`` found the service away.
         Unavailable: the service did not come back in time.
         FailedPrecondition: the head came back as of another step.
         Error: whatever ``body`` or ``on_restart`` raise besides.
     """
-    incarnation = _await_service(head, outage_seconds)
-    committed = head.info().last_committed_step
+    incarnation, committed = _begin(head, workers, on_restart, outage_seconds)
     for attempt in range(1, attempts + 1):
         step = head.step(number, workers, num_recipes)
         step.commit_patience_seconds = outage_seconds
@@ -52,6 +51,22 @@ def elastic_step(head: RemoteHead, number: int, body: Callable[[Step], T], *, wo
                 raise
             incarnation = _recover(head, number, committed, incarnation, workers, on_restart, outage_seconds)
     raise AssertionError("unreachable")
+
+
+def _begin(head: RemoteHead, workers: Workers, on_restart: Optional[Callable[[RemoteHead], None]],
+           outage_seconds: float) -> Tuple[int, int]:
+    """(incarnation, the last committed step), once the head is as this process left it."""
+    def settle() -> Tuple[int, int]:
+        now = _await_service(head, outage_seconds)
+        if head.last_commit is None:  # Nobody to say what the head should be.
+            return now, head.info().last_committed_step
+        incarnation, committed = head.last_commit
+        if now != incarnation and (workers.leader or not workers.grouped):
+            _restore(head, committed, on_restart)
+        return now, committed
+
+    found, _ = workers.agree(settle)
+    return found
 
 
 def _recover(head: RemoteHead, number: int, committed: int, incarnation: int, workers: Workers,

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, List, Optional, Tuple, Type
 
 import torch
 
+from lmhead._staging import check_tensor
 from lmhead.loss import Arguments, Call, LossFuture, UpstreamLedger
 from lmhead.recipe import Recipe
-from lmhead.step import Streams, checked_arguments
+from lmhead.step import Streams, checked_arguments, checked_items
 
 if TYPE_CHECKING:
     from lmhead.head import RemoteHead
@@ -25,14 +26,14 @@ def evaluation_call(head: "RemoteHead", hidden: torch.Tensor, labels: torch.Tens
                     grad_scale: float = 1.0, teacher_hidden: Optional[torch.Tensor] = None, frozen: bool = False,
                     **tensors: Optional[torch.Tensor]) -> Tuple[Call, Tuple[str, ...]]:
     """A loss without a step, with the outputs it asks for. Errors as ``RemoteHead.loss``."""
+    check_tensor(hidden, "hidden")
     want_grad = torch.is_grad_enabled() and hidden.requires_grad
     if want_grad and head.trainable and not frozen:
         raise RuntimeError(f"head {head.name} is trainable: use head.step(...).loss(...), torch.no_grad() to evaluate, "
                            "or frozen=True for the gradient of hidden alone")
     arguments = checked_arguments(head, hidden, labels, recipe, shift, reduction, grad_scale, teacher_hidden, tensors)
     outputs = ("token_loss",) if reduction == "none" else ()
-    return Call(arguments, outputs, want_grad, reduction, grad_scale,
-                None if num_items is None else float(num_items)), outputs
+    return Call(arguments, outputs, want_grad, reduction, grad_scale, checked_items(num_items, reduction)), outputs
 
 
 def _same(error: BaseException) -> BaseException:

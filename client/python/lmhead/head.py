@@ -114,6 +114,7 @@ class RemoteHead:
                  **client_options: Any):
         self.client = _client(address, client_options)
         self.name = name
+        self.last_commit: Optional[Tuple[int, int]] = None  # This process's: the server's incarnation, the step.
         self._writer_options = (connections, max_inflight_chunks, chunk_bytes, chunk_tokens or 0, checksums)
         info = self.info()
         self.vocab_size, self.hidden_size, self.trainable = info.vocab_size, info.hidden_size, info.trainable
@@ -140,6 +141,8 @@ class RemoteHead:
             AlreadyExists: there is one of that name that differs.
             InvalidArgument: the specification is none, such as a size of 0.
         """
+        if optimizer is not None and not isinstance(optimizer, (AdamW, SGD)):
+            raise TypeError(f"optimizer is {optimizer!r}, want lmhead.AdamW(...), lmhead.SGD(...) or None for a frozen head")
         if weight_dtype not in _staging.DTYPE_NAMES:
             raise ValueError(f"weight_dtype is {weight_dtype}, want torch.float32 or torch.bfloat16")
         writer_options = {key: options.pop(key) for key in WRITER_OPTIONS if key in options}
@@ -245,11 +248,21 @@ class RemoteHead:
 
         Args:
             name: below the head's folder there; empty: after the step.
+
+        Raises:
+            FailedPrecondition: the server has no --checkpoint_dir, or a step is open.
+            AlreadyExists: a checkpoint of that name has another step.
         """
         return str(self.client.call("SaveCheckpoint", timeout=CHECKPOINT_SECONDS, head=self.name, name=name)["name"])
 
     def restore_checkpoint(self, name: str = "") -> HeadInfo:
-        """Brings the head back from a checkpoint, the newest complete one when none is named; makes it when it is gone."""
+        """Brings the head back from a checkpoint, the newest complete one when none is named; makes it when it is gone.
+
+        Raises:
+            NotFound: there is no such checkpoint.
+            FailedPrecondition: the server has no --checkpoint_dir, or a step is open.
+            DataLoss: a file is torn.
+        """
         return _info_of(self.client.call("RestoreCheckpoint", timeout=CHECKPOINT_SECONDS, head=self.name,
                                          name=name)["head"])
 
@@ -357,8 +370,11 @@ class RemoteHead:
         What ``teacher_topk_ids`` and ``teacher_topk_logprobs`` of a distillation take.
 
         Raises:
+            ValueError: k is less than 1.
             InvalidArgument: k is more than the ``top_k_max`` of the head's specification, which is 0 unless stated.
         """
+        if k < 1:
+            raise ValueError(f"k is {k}, want at least 1")
         with torch.no_grad():
             arguments = checked_arguments(self, hidden, torch.zeros(hidden.shape[:-1], dtype=torch.int64,
                                                                     device=hidden.device),

@@ -10,10 +10,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple, Union
+import warnings
+from typing import Any, Callable, Dict, Iterable, List, NoReturn, Optional, Tuple, Union
 
 import torch
 
+from lmhead._staging import DTYPES
+from lmhead.errors import AlreadyExists, DataLoss, Error, FailedPrecondition, NotFound, ResourceExhausted
 from lmhead.gradients import clip_grad_norm
 from lmhead.head import RemoteHead
 from lmhead.logprobs import Logprobs
@@ -24,16 +27,57 @@ from lmhead.workers import SINGLE, Workers
 
 
 class RemoteLmHead(torch.nn.Module):
-    """Stands where lm_head was. Keeps its input for the loss; what it gives has the shape of logits of one word."""
+    """Stands where lm_head was. Keeps its input for the loss; what it gives has the shape of logits of one word.
 
-    def __init__(self) -> None:
+    It has no parameters, but state_dict() has the head's, read from the service, and load_state_dict() sends them there:
+    what a patched model saves is what it would save unpatched.
+    """
+
+    def __init__(self, patched: "PatchedModel") -> None:
         super().__init__()
         self.hidden: Optional[torch.Tensor] = None
+        self._patched = patched
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[..., hidden_size] to [..., 1]."""
         self.hidden = hidden
         return hidden[..., :1].detach()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("weight", "bias"):
+            raise AttributeError(f"lmhead: the output layer's {name} is in the service: patched.head.read_{name}() reads it, "
+                                 "patched.restore() takes it back into the model")
+        return super().__getattr__(name)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        for name, tensor in self._patched.head_tensors().items():
+            destination[prefix + name] = tensor if keep_vars else tensor.detach()
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, missing_keys: List[str],
+                              unexpected_keys: List[str], error_msgs: List[str]) -> None:
+        found = {}
+        for name in self._patched.head_tensor_names:
+            tensor = state_dict.get(prefix + name)
+            if tensor is not None:
+                found[name] = tensor
+            elif strict:
+                missing_keys.append(prefix + name)
+        try:
+            self._patched.load_head_tensors(found)
+        except (ValueError, Error) as error:
+            error_msgs.append(f"{prefix[:-1]}: {error}")
+
+    def send_tied(self, *_: Any) -> None:
+        """After the model's load_state_dict()."""
+        self._patched.send_tied()
+
+    def __reduce_ex__(self, _protocol: Any) -> NoReturn:
+        raise TypeError("lmhead: a patched model can be neither copied nor pickled: its head is in the service, once. Copy the "
+                        "model before lmhead.patch or after patched.restore(), or save its state_dict()")
+
+    def _replicate_for_data_parallel(self) -> NoReturn:
+        raise RuntimeError("lmhead: torch.nn.DataParallel cannot replicate a patched model: run one process a GPU, as torchrun "
+                           "does, or let the trainer see one GPU (CUDA_VISIBLE_DEVICES)")
 
     def take(self) -> torch.Tensor:
         """The hidden states of the last forward(), once."""
@@ -45,6 +89,8 @@ class RemoteLmHead(torch.nn.Module):
 
 def _output_layer(model: Any) -> Tuple[torch.nn.Module, str, Any]:
     """The output layer with the module that owns it and its name there. ValueError when there is none to move."""
+    if any(isinstance(module, RemoteLmHead) for module in model.modules()):
+        raise ValueError(f"{type(model).__name__} is patched already: restore() it first")
     getter = getattr(model, "get_output_embeddings", None)
     layer = getter() if callable(getter) else getattr(model, "lm_head", None)
     if layer is None or not isinstance(getattr(layer, "weight", None), torch.Tensor) or layer.weight.dim() != 2:
@@ -92,6 +138,27 @@ def _check_logits(model: Any, layer: Any) -> None:
     if got.shape != want.shape or not torch.allclose(got, want, rtol=bound, atol=bound * float(want.abs().max())):
         raise ValueError(f"{type(model).__name__} makes other logits of its output layer than the configuration says "
                          f"({transform}): the service would compute another loss. Pass check_logits=False when it would not")
+
+
+class NoBackward(torch.autograd.Function):
+    """A value whose backward pass says why there is none."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> NoReturn:
+        raise RuntimeError("lmhead: this loss was computed in evaluation mode, which leaves the head alone: call model.train() "
+                           "before the forward pass to train")
+
+
+def _evaluated(value: torch.Tensor) -> torch.Tensor:
+    """``value``, computed without gradients, where the caller may want them all the same."""
+    if not torch.is_grad_enabled():
+        return value
+    found: torch.Tensor = NoBackward.apply(value, torch.zeros((), device=value.device, requires_grad=True))
+    return found
 
 
 def _input_embedding(model: Any) -> Any:
@@ -185,20 +252,55 @@ class PatchedModel:
         if check_logits:
             _check_logits(self.model, self._layer)
         if load_weights:
-            self.head.load_weight(self._layer.weight)
-            if getattr(self._layer, "bias", None) is not None:
-                self.head.load_bias(self._layer.bias)
+            # Together: no rank opens a step while another still sends.
+            self._by_leader(self._load_layer)
         self._shape = tuple(self._layer.weight.shape)
         self._dtype, self._device = self._layer.weight.dtype, self._layer.weight.device
         self._has_bias = getattr(self._layer, "bias", None) is not None
         self._layer = None  # Its parameters are freed, but for a tied weight, which the embedding needs.
-        self._stand_in = RemoteLmHead()
+        self._stand_in = RemoteLmHead(self)
+        # A tied weight is loaded as the embedding's, wherever in the model that comes.
+        self._loaded_hook = self.model.register_load_state_dict_post_hook(self._stand_in.send_tied)
         setattr(self._owner, self._name, self._stand_in)
         self._forward = self.model.forward
         self._trainers_forward = self.model.__dict__.get("forward")
         self.model.forward = self._wrapped_forward()
         self._getter = self.model.__dict__.get("get_output_embeddings")
         self.model.get_output_embeddings = lambda: None  # Nothing to tie to the embedding any more.
+
+    def _load_layer(self) -> None:
+        self.head.load_weight(self._layer.weight)
+        if getattr(self._layer, "bias", None) is not None:
+            self.head.load_bias(self._layer.bias)
+
+    @property
+    def head_tensor_names(self) -> Tuple[str, ...]:
+        """Of the output layer's parameters in state_dict()."""
+        return ("weight", "bias") if self._has_bias else ("weight",)
+
+    def head_tensors(self) -> Dict[str, torch.Tensor]:
+        """The output layer's parameters as the model would have them: read from the service, on the CPU, but for a tied
+        weight."""
+        weight = self.head.read_weight().to(self._dtype) if self._tied is None else self._tied
+        return {"weight": weight, "bias": self.head.read_bias().to(self._dtype)} if self._has_bias else {"weight": weight}
+
+    def load_head_tensors(self, tensors: Dict[str, torch.Tensor]) -> None:
+        """Sends such parameters to the service, of several ranks the first; between steps."""
+        if not self.workers.leader:
+            return
+        for name, tensor in tensors.items():
+            wanted = self._shape if name == "weight" else self._shape[:1]
+            if tuple(tensor.shape) != wanted:
+                raise ValueError(f"{name} has shape {tuple(tensor.shape)}, head {self.head.name} wants {wanted}")
+            if name == "bias":
+                self.head.load_bias(tensor)
+            elif self._tied is None:
+                self.head.load_weight(tensor if tensor.dtype in DTYPES else tensor.float())
+
+    def send_tied(self) -> None:
+        """Sends the tied weight to the service, of several ranks the first; between steps."""
+        if self._tied is not None and self.workers.leader:
+            self.head.load_weight(self._tied)
 
     def _wrapped_forward(self) -> Callable[..., Any]:
         original = self._forward
@@ -219,7 +321,9 @@ class PatchedModel:
             hidden = self._stand_in.take()
             if labels is None and shift_labels is None:
                 raise RuntimeError("lmhead: the model's head is remote, so that there are no logits: pass labels, or call "
-                                   "restore() before generating or saving")
+                                   "restore() before what needs logits, such as generate(). A Trainer's label smoothing goes "
+                                   "into lmhead.patch(recipe=lmhead.Recipe(label_smoothing=...)) instead; for a trainer's own "
+                                   "distillation or sampling see docs/PYTHON.md, TRL")
             if fused:
                 return self._fused(hidden, labels, shift_labels, num_items, getattr(output, "aux_loss", None))
             output["loss"] = self.loss(hidden, labels if shift_labels is None else shift_labels, num_items,
@@ -240,7 +344,8 @@ class PatchedModel:
                                    "num_items": None if num_items is None else float(num_items)}
         if not torch.is_grad_enabled() or not self.model.training:
             with torch.no_grad():
-                return self.head.loss(hidden, labels, **options)
+                value = self.head.loss(hidden, labels, **options)
+            return _evaluated(value)
         return self._open().loss(hidden, labels, **options)
 
     def _open(self) -> Union[Step, RemoteHead]:
@@ -257,7 +362,8 @@ class PatchedModel:
                                    "ignore_index": self.recipe.ignore_index}
         if not torch.is_grad_enabled() or not self.model.training:
             with torch.no_grad():
-                return self.head.frozen_logprobs(hidden, labels, **options)
+                values = self.head.frozen_logprobs(hidden, labels, **options)
+            return Logprobs(_evaluated(values.logprob), _evaluated(values.entropy), values.argmax)
         source = self._open()
         call = source.logprobs if isinstance(source, Step) else source.frozen_logprobs
         return call(hidden, labels, **options)
@@ -278,20 +384,21 @@ class PatchedModel:
     # --- Steps --------------------------------------------------------------------------------------------------------
 
     def commit(self, learning_rate: float, max_grad_norm: Optional[float] = None,
-               parameters: Optional[Iterable[torch.Tensor]] = None) -> Optional[Commit]:
+               parameters: Optional[Iterable[torch.Tensor]] = None, loss_scale: float = 1.0) -> Optional[Commit]:
         """Ends the open step; before the trunk's optimizer.step(). None when there is none, as for a frozen head.
 
         Args:
             learning_rate: of the head.
             max_grad_norm: clip trunk and head together by their global norm; leave the trainer's own clipping off then.
             parameters: the trunk's, to be clipped; None: the model's.
+            loss_scale: what the trunk's gradients were divided by since the backward passes, as for ``Step.prepare``.
         """
         if self.step is None:
             return None
         step = self.step
         try:
-            self._push_tied(step)
-            report = step.prepare()
+            self._push_tied(step, loss_scale)
+            report = step.prepare(loss_scale=loss_scale)
             multiplier = report.grad_multiplier
             if max_grad_norm is not None:
                 trunk = list(self.model.parameters() if parameters is None else parameters)
@@ -311,7 +418,7 @@ class PatchedModel:
         if step is not None and not step.committed:
             step.abort()
 
-    def _push_tied(self, step: Step) -> None:
+    def _push_tied(self, step: Step, loss_scale: float) -> None:
         if self._tied is None or self._tied.grad is None:
             return
         grad, self._tied.grad = self._tied.grad, None  # Without one the trunk's optimizer leaves it alone.
@@ -320,7 +427,7 @@ class PatchedModel:
         rows = grad.detach().float()
         touched = (rows != 0).any(dim=1).nonzero().reshape(-1)
         if touched.numel():
-            factor = self.averaged_over / step.upstream_factor()
+            factor = self.averaged_over * loss_scale / step.upstream_factor()
             step.accumulate_weight_gradient(rows[touched] * factor, touched)
 
     def _pull_tied(self) -> None:
@@ -329,26 +436,77 @@ class PatchedModel:
         with torch.no_grad():
             self._tied.copy_(self.head.read_weight())
 
-    def attach(self, optimizer: Any, max_grad_norm: Optional[float] = None) -> None:
-        """Commits the head's step with each ``optimizer.step()``, before it, at the first group's learning rate."""
+    def attach(self, optimizer: Any, max_grad_norm: Optional[float] = None, scaler: Any = None) -> None:
+        """Commits the head's step with each ``optimizer.step()``, before it, at the first group's learning rate.
+
+        Args:
+            optimizer: the trunk's. Its ``zero_grad()`` throws the head's gradient away, too, where nothing was committed
+                since, as after a step that a GradScaler has skipped.
+            max_grad_norm: as for ``commit``.
+            scaler: the GradScaler whose ``step(optimizer)`` is called in place of ``optimizer.step()``.
+        """
         inner = optimizer
+        wrapped_scaler = None
         while hasattr(inner, "optimizer"):  # What a trainer wrapped around it.
+            wrapped_scaler = wrapped_scaler or getattr(inner, "scaler", None)
             inner = inner.optimizer
-        trunk_step = inner.step
+        scaler = scaler or wrapped_scaler
+
+        def before_step(*_: Any) -> None:
+            self._commit_with(inner, max_grad_norm, scaler)
+
+        zero_grad = inner.zero_grad
+
+        @functools.wraps(zero_grad)
+        def zero_both(*args: Any, **kwargs: Any) -> Any:
+            if self.step is not None and self.step.settled:
+                self.abort()
+            return zero_grad(*args, **kwargs)
+
+        inner.zero_grad = zero_both
+        self._detachers.append(lambda: setattr(inner, "zero_grad", zero_grad))
+        if hasattr(inner, "register_step_pre_hook"):  # From PyTorch 2 on.
+            self._detachers.append(inner.register_step_pre_hook(before_step).remove)
+            return
+        if wrapped_scaler is not None:  # The wrapper calls the step() that it has seen, not a replacement.
+            raise RuntimeError("lmhead: a trainer with a GradScaler (fp16=True) needs PyTorch 2: train in bfloat16, or in a loop "
+                               "of your own")
+        self._replace_step(inner, before_step)
+
+    def _replace_step(self, optimizer: Any, before_step: Callable[[], None]) -> None:
+        trunk_step = optimizer.step
 
         @functools.wraps(trunk_step)
         def step(*args: Any, **kwargs: Any) -> Any:
-            parameters = [p for group in inner.param_groups for p in group["params"]]
-            self.commit(inner.param_groups[0]["lr"], max_grad_norm, parameters)
+            before_step()
             return trunk_step(*args, **kwargs)
 
-        inner.step = step
-        self._detachers.append(lambda: setattr(inner, "step", trunk_step))
+        optimizer.step = step
+        self._detachers.append(lambda: setattr(optimizer, "step", trunk_step))
+
+    def _commit_with(self, optimizer: Any, max_grad_norm: Optional[float], scaler: Any) -> None:
+        """Commits for an optimizer that steps now."""
+        overflowed = getattr(optimizer, "found_inf", None)  # Of a fused optimizer, which skips such a step itself.
+        if overflowed is not None and float(overflowed) > 0.0:
+            self.abort()
+            return
+        if getattr(optimizer, "grad_scale", None) is not None:
+            raise RuntimeError("lmhead: the trunk's gradients still have the GradScaler's scale, which a fused optimizer takes "
+                               "out itself: call scaler.unscale_(optimizer) before its step, or take an optimizer that is not "
+                               "fused (TrainingArguments(optim=\"adamw_torch\"))")
+        scale = float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self.commit(optimizer.param_groups[0]["lr"], max_grad_norm, parameters, scale)
 
     def trainer_callback(self, max_grad_norm: Optional[float] = None) -> Any:
         """A transformers.TrainerCallback that attaches to the Trainer's optimizer when training begins.
 
-        With ``max_grad_norm`` set ``TrainingArguments(max_grad_norm=0)``: the Trainer would clip the trunk alone.
+        With ``max_grad_norm`` set ``TrainingArguments(max_grad_norm=0)``: the Trainer would clip the trunk alone, and training
+        begins with a ValueError.
+
+        A checkpoint of the Trainer has the head's weight, as an unpatched model's has. Beside it the callback asks the service
+        for a checkpoint ``trainer-STEP`` of the head, with its optimizer state; ``train(resume_from_checkpoint=...)`` brings
+        that back. Where the service cannot (it has no --checkpoint_dir), a warning says so, and the weight alone comes back.
         """
         from transformers import TrainerCallback
 
@@ -358,12 +516,65 @@ class PatchedModel:
             """Ties the head's steps to the Trainer's."""
 
             def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
+                if max_grad_norm is not None and args.max_grad_norm:
+                    raise ValueError(f"TrainingArguments.max_grad_norm is {args.max_grad_norm}, want 0 beside "
+                                     f"trainer_callback(max_grad_norm={max_grad_norm}): the trunk would be clipped twice")
+                patched.resume(state.global_step)
                 patched.attach(optimizer, max_grad_norm)
+
+            def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+                patched.abort()  # Of a step that a GradScaler has skipped; the others are committed.
+
+            def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+                patched.save(state.global_step)
 
             def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
                 patched.detach()
 
         return LmheadCallback()
+
+    def save(self, trainer_step: int) -> None:
+        """Asks the service for the head's checkpoint ``trainer-STEP``; warns where it cannot. Of several ranks all call it."""
+        def run() -> None:
+            try:
+                self.head.save_checkpoint(f"trainer-{trainer_step}")
+            except (AlreadyExists, FailedPrecondition, ResourceExhausted) as error:
+                warnings.warn(f"the trainer's checkpoint {trainer_step} has the head's weight without its optimizer state: {error}",
+                              stacklevel=2)
+        self._by_leader(run)
+
+    def resume(self, trainer_step: int) -> None:
+        """Brings the head's checkpoint ``trainer-STEP`` back, when it is that of the weights which were loaded.
+
+        For after ``load_state_dict``; of several ranks all call it. Warns where there is no such checkpoint.
+
+        Raises:
+            ValueError: it has other weights: it is another run's.
+        """
+        def run() -> None:
+            if trainer_step == 0:
+                return
+            loaded = self._some_rows()
+            try:
+                self.head.restore_checkpoint(f"trainer-{trainer_step}")
+            except (DataLoss, FailedPrecondition, NotFound) as error:
+                warnings.warn(f"head {self.head.name} goes on with the weight of the trainer's checkpoint {trainer_step} and without "
+                              f"the optimizer state of that step: {error}", stacklevel=2)
+                return
+            if not torch.equal(self.head.read_weight(0, loaded.shape[0]).to(self._dtype), loaded):
+                raise ValueError(f"checkpoint trainer-{trainer_step} of head {self.head.name} has other weights than the trainer's "
+                                 "checkpoint: it is another run's. Give each run a head of its own name, or remove it there")
+        self._by_leader(run)
+        self._next_step = self.head.next_step()
+
+    def _some_rows(self) -> torch.Tensor:
+        """Of the weight that was loaded last; every step changes all rows."""
+        rows = min(64, self._shape[0])
+        found = self.head.read_weight(0, rows) if self._tied is None else self._tied.detach()[:rows]
+        return found.to("cpu", self._dtype)
+
+    def _by_leader(self, action: Callable[[], None]) -> None:
+        self.workers.agree(lambda: action() if self.workers.leader or not self.workers.grouped else None)
 
     def detach(self) -> None:
         """Undoes ``attach``, and aborts a step that is still open."""
@@ -372,8 +583,10 @@ class PatchedModel:
             self._detachers.pop()()
 
     def restore(self) -> Any:
-        """Takes the trained head back into the model, for generating, saving or local training; gives the model."""
+        """Takes the trained head back into the model, for generating or local training; gives the model."""
         self.detach()
+        if getattr(self._owner, self._name) is not self._stand_in:  # Restored before.
+            return self.model
         layer = torch.nn.Linear(self._shape[1], self._shape[0], bias=self._has_bias, dtype=self._dtype,
                                 device=self._device)
         with torch.no_grad():
@@ -383,6 +596,7 @@ class PatchedModel:
             if self._has_bias:
                 layer.bias.copy_(self.head.read_bias())
         setattr(self._owner, self._name, layer)
+        self._loaded_hook.remove()
         del self.model.forward  # With what was wrapped around it since.
         if self._trainers_forward is not None:
             self.model.forward = self._trainers_forward

@@ -63,8 +63,6 @@ def gather(hidden: torch.Tensor, labels: torch.Tensor, recipe: Recipe, shift: bo
            topk: Dict[str, Optional[torch.Tensor]]) -> Arguments:
     """Checks shapes and dtypes and flattens. ValueError naming the tensor."""
     _staging.check_dtype(hidden, "hidden")
-    if hidden.dim() < 2:
-        raise ValueError(f"hidden has shape {tuple(hidden.shape)}, want [..., hidden_size]")
     leading = tuple(hidden.shape[:-1])
     if tuple(labels.shape) != leading:
         raise ValueError(f"labels has shape {tuple(labels.shape)}, want {leading} like hidden without its last dimension")
@@ -78,6 +76,7 @@ def gather(hidden: torch.Tensor, labels: torch.Tensor, recipe: Recipe, shift: bo
     for name, tensor in token_inputs.items():
         if tensor is None:
             continue
+        _staging.check_tensor(tensor, name)
         if tuple(tensor.shape) != leading:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}, want {leading} like labels")
         values = tensor.detach().to(torch.float32)
@@ -92,6 +91,7 @@ def gather(hidden: torch.Tensor, labels: torch.Tensor, recipe: Recipe, shift: bo
     for name, tensor in topk.items():
         if tensor is None:
             continue
+        _staging.check_tensor(tensor, name)
         if tuple(tensor.shape[:-1]) != leading:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}, want {leading} and top_k")
         dtype = torch.int32 if name == "teacher_topk_ids" else torch.float32
@@ -131,7 +131,7 @@ class Call:
         host = self._download.wait()
         self._host = dict(host, targets=_int32(host["targets"]))
         if self.reduction == "mean":
-            self.scale /= max(self._items(), 1e-30)
+            self.scale /= self._items()
         rows = _native.LossRows(num_tokens=self.arguments.num_tokens, hidden_size=self.arguments.hidden_size,
                                 hidden_dtype=_staging.DTYPES[self.arguments.dtype], grad_scale=self.scale)
         for name, tensor in self._host.items():
@@ -157,16 +157,21 @@ class Call:
 
     def _items(self) -> float:
         """Denominator of a mean: as stated, or the weights of the valid rows. 1 where there are none."""
-        if self.num_items is not None:
-            return self.num_items
         recipe = self.arguments.recipe
         targets = self._host["targets"]
         valid = targets != recipe.ignore_index
+        if self.num_items is not None:
+            if self.num_items == 0 and valid.any():
+                raise ValueError(f"num_items is 0, and {int(valid.sum())} tokens are valid: want the number that the mean "
+                                 "divides by")
+            return self.num_items or 1.0
         if recipe.class_weights is None and "token_weights" not in self._host:
             return max(int(valid.sum()), 1)
         weights = valid.to(torch.float64)
         if recipe.class_weights is not None:
-            weights *= torch.tensor(recipe.class_weights, dtype=torch.float64)[targets.clamp(min=0).long()]
+            # Ids that the vocabulary does not have are for the service to refuse.
+            last = len(recipe.class_weights) - 1
+            weights *= torch.tensor(recipe.class_weights, dtype=torch.float64)[targets.clamp(min=0, max=last).long()]
         if "token_weights" in self._host:
             weights *= self._host["token_weights"].double()
         return float(weights.sum()) or 1.0
@@ -238,6 +243,11 @@ class UpstreamLedger:
     def expect(self) -> None:
         self._open += 1
 
+    @property
+    def settled(self) -> bool:
+        """Whether every loss so far was backpropagated, and there was one."""
+        return not self._open and bool(self._factors)
+
     def record(self, call: Call, upstream: torch.Tensor) -> None:
         if not self.once:
             return
@@ -264,7 +274,8 @@ class UpstreamLedger:
         """The one upstream factor; 1 when no loss was backpropagated. ValueError when there are several."""
         if self._open:
             raise ValueError(f"{self._open} losses of this step were computed with gradients but backward() did not run "
-                             "through them: the head has their gradient, the trunk has not. Evaluate under torch.no_grad()")
+                             "through them: the head has their gradient, the trunk has not. Evaluate under torch.no_grad(), "
+                             "and keep the loss call outside activation checkpointing, which runs it twice")
         if not self._factors:
             return 1.0
         device = self._factors[0].device

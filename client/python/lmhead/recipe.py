@@ -109,7 +109,8 @@ class Recipe:
     Attributes:
         ignore_index: label that contributes nothing.
         label_smoothing, z_loss: of the cross entropy.
-        class_weights: one a vocabulary row, as in torch.nn.CrossEntropyLoss, or None.
+        class_weights: one a vocabulary row, as in torch.nn.CrossEntropyLoss, or None: a tuple, a list or a tensor, kept as
+            a tuple.
         temperature: logits / temperature; ``token_temperature`` of a call replaces it row by row.
         distillation: a teacher, or None.
         policy: a policy loss, or None. A recipe has one objective: not both.
@@ -122,6 +123,17 @@ class Recipe:
     temperature: float = 1.0
     distillation: Optional[Distillation] = None
     policy: Any = None
+
+    def __post_init__(self) -> None:
+        for name, kinds in (("distillation", (Distillation,)), ("policy", (ClippedPolicy, PolicyCoefficients))):
+            given = getattr(self, name)
+            if given is not None and not isinstance(given, kinds):
+                raise TypeError(f"{name} is a {type(given).__name__}, want " +
+                                " or ".join(f"lmhead.{kind.__name__}" for kind in kinds))
+        weights: Any = self.class_weights
+        if weights is not None and not isinstance(weights, tuple):
+            weights = weights.tolist() if isinstance(weights, torch.Tensor) else weights
+            object.__setattr__(self, "class_weights", tuple(float(weight) for weight in weights))
 
     def message(self, token_weights: bool, token_temperature: bool, teacher_dtype: Optional[str],
                 top_k: int) -> Dict[str, Any]:

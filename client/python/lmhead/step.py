@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional, Set, Tupl
 import torch
 
 from lmhead import _native
+from lmhead._staging import check_tensor
 from lmhead.errors import (Aborted, Cancelled, DeadlineExceeded, Error, FailedPrecondition, HeadPoisoned, InvalidArgument,
                            NotFound, StepLost, Unavailable)
 from lmhead.logprobs import Logprobs, differentiable_logprobs
@@ -134,11 +135,15 @@ class Step:
                  _traceback: Optional[TracebackType]) -> None:
         if self._state in ("committed", "aborted"):
             return
-        if error is not None and self.workers.grouped and not self._agreed_failure and self._state != "new":
-            self._tell_group(error)
+        # Of a call within the block that is not the step's, such as an evaluation: it, too, may mean that the step is lost.
+        cause = error if error is None or self._state == "new" else self._explain(error)
+        if cause is not None and self.workers.grouped and not self._agreed_failure and self._state != "new":
+            self._tell_group(cause)
         self._abort(f"{kind.__name__}: {error}" if kind else "the block ended without a commit")
         if error is None:
             raise RuntimeError(f"step {self.number} was neither committed nor aborted; it is aborted now")
+        if cause is not error and cause is not None:
+            raise cause from error
 
     def _tell_group(self, error: BaseException) -> None:
         """The other ranks wait in their next agreement: fail it for them."""
@@ -176,6 +181,9 @@ class Step:
         return self._state == "committed"
 
     def _require(self, state: str, what: str) -> None:
+        if self._state == "new":
+            raise RuntimeError(f"{what} of step {self.number}: the step is not open, want it within `with head.step(...) as "
+                               "step:`")
         if self._state != state:
             raise RuntimeError(f"{what} of step {self.number}: the step is {self._state}, want {state}")
 
@@ -226,8 +234,7 @@ class Step:
         if grad_scale == 0.0:
             raise ValueError("grad_scale is 0: leave the loss out, or evaluate it under torch.no_grad()")
         outputs = ("token_loss",) if reduction == "none" else ()
-        call = Call(arguments, outputs, hidden.requires_grad, reduction, grad_scale,
-                    None if num_items is None else float(num_items))
+        call = Call(arguments, outputs, hidden.requires_grad, reduction, grad_scale, checked_items(num_items, reduction))
         try:
             streams = self._streams_for(arguments, outputs, hidden.requires_grad)
         except Error as error:
@@ -303,6 +310,11 @@ class Step:
                                                             self.incarnation))
         return self._streams[key]
 
+    @property
+    def settled(self) -> bool:
+        """Whether the backward pass has run through every loss so far, and there was one."""
+        return self._ledger.settled
+
     def upstream_factor(self) -> float:
         """The factor that the losses so far were multiplied by before backward(); waits for the device."""
         return self._ledger.factor()
@@ -331,11 +343,13 @@ class Step:
 
     # --- Prepare and commit -------------------------------------------------------------------------------------------
 
-    def prepare(self, wait_seconds: float = 0.0) -> Report:
+    def prepare(self, wait_seconds: float = 0.0, *, loss_scale: float = 1.0) -> Report:
         """Ends this worker's part, waits for the other workers, and reports. Every worker calls it, once.
 
         Args:
             wait_seconds: how long to wait for workers that are not through; 0 means 60.
+            loss_scale: what the trunk's gradients were divided by since the backward passes, such as a GradScaler's
+                get_scale() after its unscale_(): report and commit then speak of gradients without it.
 
         Raises:
             ValueError: losses whose backward pass did not run, or whose upstream factors differ.
@@ -344,7 +358,9 @@ class Step:
         if self._state == "finished":  # Called before; another worker was late.
             return self._prepare(wait_seconds)
         self._require("open", "prepare")
-        _, factors = self._agree(self._finish_streams)
+        if not (math.isfinite(loss_scale) and loss_scale > 0.0):
+            raise ValueError(f"loss_scale is {loss_scale}, want a finite number above 0")
+        _, factors = self._agree(lambda: self._finish_streams() / loss_scale)
         self._upstream = factors[0]
         if any(abs(factor - self._upstream) > 1e-6 * abs(self._upstream) for factor in factors):
             self._agreed_failure = True
@@ -399,16 +415,26 @@ class Step:
             grad_multiplier: multiplied into the gradient as torch's ``.grad`` would hold it (the losses' upstream factor
                 is applied besides): a mean's denominator times the clip coefficient. None: the report's.
             allow_nonfinite_rows: go on although rows with NaN or infinity were left out.
+
+        Raises:
+            ValueError: a number is not finite; nothing was applied.
+            FailedPrecondition: rows with NaN or infinity, without ``allow_nonfinite_rows``.
+            StepLost: ``RemoteHead.info().last_committed_step`` tells whether it was applied.
         """
         if self._state == "open" or self._state == "finished":
             self.prepare()
         self._require("prepared", "commit")
         assert self.report is not None  # Of _prepare().
-        multiplier = self.report.grad_multiplier if grad_multiplier is None else grad_multiplier
-        answer, everyone = self._agree(lambda: self._commit(learning_rate, multiplier, allow_nonfinite_rows)
+        multiplier = float(self.report.grad_multiplier if grad_multiplier is None else grad_multiplier)
+        rate = float(learning_rate)
+        if not (math.isfinite(multiplier) and math.isfinite(rate)):
+            raise ValueError(f"learning_rate is {rate} and grad_multiplier {multiplier}, want finite numbers: abort() a step "
+                             "whose gradients overflowed")
+        answer, everyone = self._agree(lambda: self._commit(rate, multiplier, allow_nonfinite_rows)
                                        if self.workers.leader or not self.workers.grouped else None)
         answer = next(given for given in [answer, *everyone] if given is not None)
         self._state = "committed"
+        self.head.last_commit = (self.incarnation, self.number)
         self._close_streams()
         return Commit(int(answer["step"]), int(answer["num_updates"]), _number(answer["grad_norm"]))
 
@@ -465,24 +491,44 @@ class Step:
             lost.restarted = False
             return lost
         if self.incarnation and is_open and isinstance(error, (Unavailable, Aborted)):
-            lost = StepLost(f"the connection broke for longer than the client retries: repeat step {self.number} ({error})",
-                            error.code)
+            why = ("the step cannot go on" if isinstance(error, Aborted)
+                   else "the connection broke for longer than the client retries")
+            lost = StepLost(f"{why}: repeat step {self.number} ({error})", error.code)
             lost.restarted = False
             return lost
         return error
+
+
+def checked_items(num_items: Any, reduction: str) -> Optional[float]:
+    """What a mean divides by, where it is stated. ValueError when it is no count, or there is no mean."""
+    if num_items is None:
+        return None
+    items = float(num_items)
+    if reduction != "mean":
+        raise ValueError(f"num_items is {items:g} and reduction is {reduction!r}: want reduction='mean', which divides by it")
+    if not math.isfinite(items) or items < 0.0:
+        raise ValueError(f"num_items is {items:g}, want a number of tokens")
+    return items
 
 
 def checked_arguments(head: "RemoteHead", hidden: torch.Tensor, labels: torch.Tensor, recipe: Recipe, shift: bool,
                       reduction: str, grad_scale: float, teacher_hidden: Optional[torch.Tensor],
                       tensors: Dict[str, Optional[torch.Tensor]]) -> Arguments:
     """A call's tensors as rows. ValueError or TypeError naming what does not fit."""
+    if not isinstance(recipe, Recipe):
+        raise TypeError(f"recipe is a {type(recipe).__name__}, want an lmhead.Recipe")
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction is {reduction!r}, want one of {REDUCTIONS}")
     if not math.isfinite(grad_scale):
         raise ValueError(f"grad_scale is {grad_scale}, want a finite number")
     unknown = set(tensors) - set(TOKEN_INPUTS) - set(TOPK_INPUTS)
     if unknown:
-        raise TypeError(f"unknown arguments {sorted(unknown)}, want some of {TOKEN_INPUTS + TOPK_INPUTS}")
+        raise TypeError(f"unknown arguments {sorted(unknown)}; beside recipe, shift, reduction, num_items, grad_scale and "
+                        f"teacher_hidden want some of {TOKEN_INPUTS + TOPK_INPUTS}")
+    check_tensor(hidden, "hidden")
+    check_tensor(labels, "labels")
+    if hidden.dim() < 2:
+        raise ValueError(f"hidden has shape {tuple(hidden.shape)}, want [..., hidden_size]")
     if hidden.shape[-1] != head.hidden_size:
         raise ValueError(f"hidden has {hidden.shape[-1]} columns, head {head.name} expects {head.hidden_size}")
     return gather(hidden, labels, recipe, shift, {name: tensors.get(name) for name in TOKEN_INPUTS}, teacher_hidden,
