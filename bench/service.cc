@@ -30,8 +30,9 @@
 ABSL_FLAG(int32_t, workers, 2, "service: workers of the step, a thread each.");
 ABSL_FLAG(int64_t, tokens, 0,
           "service: tokens a step, of all workers together. 0: what takes a few seconds.");
-ABSL_FLAG(int64_t, chunk_bytes, lmhead::kClientChunkBytes,
-          "service: hidden states of a chunk, in bytes; at most batch_tokens rows.");
+ABSL_FLAG(
+    int64_t, chunk_bytes, lmhead::kClientChunkBytes,
+    "service: hidden states of a chunk, a teacher's too, in bytes; at most batch_tokens rows.");
 ABSL_FLAG(
     std::string, connections, "1",
     "service: connections of each worker; several numbers, a comma between each, are measured "
@@ -40,6 +41,10 @@ ABSL_FLAG(int32_t, inflight, 0,
           "service: chunks without a result on each connection. 0: so many that six batches are on "
           "their way.");
 ABSL_FLAG(int32_t, repeats, 5, "service: steps measured, of which the median counts.");
+ABSL_FLAG(
+    bool, distil, false,
+    "service: forward KL to a frozen teacher head of the same shape instead of cross entropy. "
+    "Each chunk then carries the teacher's hidden states, too.");
 ABSL_FLAG(bool, compare_inprocess, false,
           "service: also train the same head on the same rows in this process, in turn with the "
           "steps. It needs its own room on the device.");
@@ -101,6 +106,10 @@ absl::Status CheckFlags(absl::Span<char* const> positional) {
     return absl::InvalidArgumentError(
         "--metrics_address belongs to the service at --address, which is not given");
   }
+  if (absl::GetFlag(FLAGS_distil) && absl::GetFlag(FLAGS_compare_inprocess)) {
+    return absl::InvalidArgumentError(
+        "--compare_inprocess has no teacher: it does not go with --distil");
+  }
   return absl::OkStatus();
 }
 
@@ -126,6 +135,12 @@ absl::StatusOr<BackendKind> BackendToStart() {
   if (*choice == BackendChoice::kCpu) return BackendKind::kCpu;
   if (*choice == BackendChoice::kCuda || CudaAvailable(&why_not)) return BackendKind::kCuda;
   return BackendKind::kCpu;
+}
+
+// Hidden states of a row in a chunk, a teacher's too.
+int64_t RowBytes(const Traffic& traffic) {
+  const int64_t row_bytes = traffic.head.hidden_size * BytesPerElement(traffic.hidden_dtype);
+  return traffic.distil ? 2 * row_bytes : row_bytes;
 }
 
 int64_t OrDefault(int64_t value, int64_t fallback) { return value == 0 ? fallback : value; }
@@ -172,9 +187,9 @@ absl::StatusOr<ServiceOptions> OptionsFromFlags(BackendKind backend) {
   traffic.workers = absl::GetFlag(FLAGS_workers);
   traffic.tokens = OrDefault(absl::GetFlag(FLAGS_tokens), DefaultTokens(backend, traffic.head));
   traffic.chunk_bytes = absl::GetFlag(FLAGS_chunk_bytes);
-  traffic.chunk_tokens = std::clamp<int64_t>(
-      traffic.chunk_bytes / (traffic.head.hidden_size * BytesPerElement(*dtype)), 1,
-      std::min(traffic.head.batch_tokens, kChunkTokensMax));
+  traffic.distil = absl::GetFlag(FLAGS_distil);
+  traffic.chunk_tokens = std::clamp<int64_t>(traffic.chunk_bytes / RowBytes(traffic), 1,
+                                             std::min(traffic.head.batch_tokens, kChunkTokensMax));
   if (traffic.tokens < traffic.workers) {
     return absl::InvalidArgumentError(absl::StrCat("--tokens is ", traffic.tokens,
                                                    "; wanted at least one for each of the ",
@@ -216,9 +231,8 @@ absl::StatusOr<std::vector<std::string>> ServerFlags(const ServiceOptions& optio
 
 // The service's own bounds win: what is reported is what is done.
 void FitToLimits(const v1::ServerLimits& limits, Traffic* traffic) {
-  const int64_t row_bytes = traffic->head.hidden_size * BytesPerElement(traffic->hidden_dtype);
-  traffic->chunk_tokens =
-      std::min(traffic->chunk_tokens, std::max<int64_t>(1, limits.max_chunk_bytes() / row_bytes));
+  traffic->chunk_tokens = std::min(
+      traffic->chunk_tokens, std::max<int64_t>(1, limits.max_chunk_bytes() / RowBytes(*traffic)));
   traffic->inflight = std::min(traffic->inflight, limits.max_inflight_chunks());
 }
 
@@ -293,8 +307,8 @@ absl::Status MeasureSchedule(Session& session, Schedule schedule, bool print,
                              std::vector<ServiceCase>* cases) {
   Traffic traffic = session.options.traffic;
   traffic.head.schedule = schedule;
-  auto run =
-      ServiceRun::Create(session.service.client.get(), session.metrics_address, traffic.head);
+  auto run = ServiceRun::Create(session.service.client.get(), session.metrics_address, traffic.head,
+                                traffic.distil);
   if (!run.ok()) return run.status();
   std::unique_ptr<InProcessHead> inprocess;
   if (absl::GetFlag(FLAGS_compare_inprocess)) {

@@ -33,6 +33,10 @@ Figure TokensPerSecond(const ServiceRepeat& repeat) {
   return Tokens(repeat) / repeat.step.stream_seconds;
 }
 
+const char* LossName(const Traffic& traffic) {
+  return traffic.distil ? "forward KL to a teacher" : "cross entropy";
+}
+
 // Hidden states one way, their gradients the other.
 double PayloadBytes(const Traffic& traffic) {
   return static_cast<double>(traffic.tokens * traffic.head.hidden_size *
@@ -134,14 +138,14 @@ std::string RenderServiceHeader(const ServiceFacts& facts, const Traffic& traffi
   const HeadSpec& head = traffic.head;
   return absl::StrFormat(
       "%s, %s (%s)\n"
-      "head %d x %d %s, batches of at most %d rows; %d workers, %d tokens a step in chunks of at "
-      "most %d;\nmedians of %d\n\n"
+      "head %d x %d %s, %s, batches of at most %d rows; %d workers, %d tokens a step in chunks of "
+      "at most %d;\nmedians of %d\n\n"
       "%-9s %5s %8s %10s %9s %10s %6s %10s %6s %10s %9s %9s %10s %11s\n",
       facts.address, facts.backend, facts.device, head.vocab_size, head.hidden_size,
-      std::string(DTypeName(head.weight_dtype)), head.batch_tokens, traffic.workers, traffic.tokens,
-      traffic.chunk_tokens, repeats, "schedule", "conns", "inflight", "tokens/s", "MB/s each",
-      "busy tok/s", "ratio", "in-process", "ratio", "rows/batch", "queue ms", "upload ms",
-      "compute ms", "download ms");
+      std::string(DTypeName(head.weight_dtype)), LossName(traffic), head.batch_tokens,
+      traffic.workers, traffic.tokens, traffic.chunk_tokens, repeats, "schedule", "conns",
+      "inflight", "tokens/s", "MB/s each", "busy tok/s", "ratio", "in-process", "ratio",
+      "rows/batch", "queue ms", "upload ms", "compute ms", "download ms");
 }
 
 std::string RenderServiceCase(const ServiceCase& measured) {
@@ -166,7 +170,7 @@ std::string RenderServiceLegend() {
   return "\n"
          "conns, inflight: connections of each worker, chunks without a result on each of them.\n"
          "tokens/s: from the first row sent to the last result. MB/s each: hidden states one way,\n"
-         "as much for their gradients the other way, in 10^6 bytes.\n"
+         "as much for their gradients the other way, in 10^6 bytes; a teacher's come on top.\n"
          "busy tok/s: tokens over the time in which the service's executor had a batch under way,\n"
          "copies included: what its backend made of the batches it got. The ratio to it is also "
          "the\n"
@@ -189,6 +193,7 @@ std::string RenderServiceJson(const ServiceFacts& facts, const std::vector<Servi
                                          {"vocab_size", head.vocab_size},
                                          {"hidden_size", head.hidden_size},
                                          {"dtype", DTypeName(head.weight_dtype)},
+                                         {"loss", LossName(cases.front().traffic)},
                                          {"batch_tokens", head.batch_tokens},
                                          {"cases", list}}}};
   return json.dump() + "\n";

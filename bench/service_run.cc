@@ -75,15 +75,29 @@ ServiceRun::ServiceRun(Client* client, const std::string& metrics_address, const
 
 absl::StatusOr<std::unique_ptr<ServiceRun>> ServiceRun::Create(Client* client,
                                                                const std::string& metrics_address,
-                                                               const HeadSpec& head) {
-  const auto created = client->CreateHead(HeadSpecToProto(head));
+                                                               const HeadSpec& head, bool distil) {
+  HeadSpec student = head;
+  if (distil) student.teacher_hidden_size = head.hidden_size;
+  const auto created = client->CreateHead(HeadSpecToProto(student));
   if (!created.ok()) return created.status();
-  return std::unique_ptr<ServiceRun>(new ServiceRun(client, metrics_address, head.name));
+  std::unique_ptr<ServiceRun> run(new ServiceRun(client, metrics_address, head.name));
+  if (!distil) return run;
+  HeadSpec teacher = head;
+  teacher.name = absl::StrCat(head.name, "-teacher");
+  teacher.trainable = false;
+  teacher.optimizer.kind = OptimizerKind::kNone;
+  teacher.schedule = Schedule::kFrozen;
+  teacher.weight_init.seed = head.weight_init.seed + 1;
+  const auto created_teacher = client->CreateHead(HeadSpecToProto(teacher));
+  if (!created_teacher.ok()) return created_teacher.status();
+  run->teacher_ = teacher.name;
+  return run;
 }
 
 ServiceRun::~ServiceRun() {
   workers_.clear();  // Their streams end first.
   client_->DeleteHead(head_, /*force=*/true).IgnoreError();
+  if (!teacher_.empty()) client_->DeleteHead(teacher_, /*force=*/true).IgnoreError();
 }
 
 void ServiceRun::SetTraffic(const Traffic& traffic) {
@@ -114,6 +128,12 @@ absl::Status ServiceRun::OpenWriters(uint64_t incarnation) {
                   .max_inflight_chunks = traffic_.inflight,
                   .chunk_bytes = traffic_.chunk_bytes};
   spec.outputs.set_grad_hidden_states(true);
+  if (traffic_.distil) {
+    spec.recipe = LossRecipeToProto(
+        {.distillation = DistillationSpec{.divergence = Divergence::kForwardKl,
+                                          .teacher_head = teacher_,
+                                          .teacher_hidden_dtype = traffic_.hidden_dtype}});
+  }
   for (const auto& worker : workers_) {
     *worker = Worker{.name = std::move(worker->name),
                      .tokens = worker->tokens,
@@ -138,6 +158,7 @@ absl::Status ServiceRun::Stream(Worker& worker) {
     LossRows rows;
     rows.hidden_states = rows_->hidden_states(num_rows);
     rows.targets = rows_->targets(num_rows);
+    if (traffic_.distil) rows.teacher_hidden_states = rows.hidden_states;
     std::byte* const grad =
         worker.grad_hidden_states.data() + piece % kPiecesUnderWay * rows_->size_bytes();
     rows.grad_hidden_states = {grad, num_rows, cols, traffic_.hidden_dtype};

@@ -29,6 +29,7 @@ struct Traffic {
   int32_t connections = 0;   // Of each worker.
   int32_t inflight = 0;      // Chunks without a result, on each connection.
   int64_t chunk_tokens = 0;  // Rows of a chunk, as chunk_bytes and the head have it.
+  bool distil = false;       // Forward KL to a teacher head of the same shape, in each chunk.
 };
 
 // The service's own counters over the time in which rows were streamed.
@@ -50,19 +51,20 @@ struct StepMeasurement {
   std::optional<ServiceCounters> counters;  // When the service's metrics can be read.
 };
 
-// A head in the service and workers that feed it; the head is deleted at the end.
+// A head in the service, its teacher when there is one, and workers that feed it; both heads are
+// deleted at the end.
 class ServiceRun {
  public:
-  // `metrics_address` may be empty. `client` and `rows` must outlive the run.
+  // `metrics_address` may be empty. `client` must outlive the run.
   static absl::StatusOr<std::unique_ptr<ServiceRun>> Create(Client* client,
                                                             const std::string& metrics_address,
-                                                            const HeadSpec& head);
+                                                            const HeadSpec& head, bool distil);
   ~ServiceRun();
   ServiceRun(const ServiceRun&) = delete;
   ServiceRun& operator=(const ServiceRun&) = delete;
 
   // What the next steps send: makes the rows and the workers.
-  // REQUIRES: traffic.head is the run's.
+  // REQUIRES: traffic.head is the run's, and so is distil.
   void SetTraffic(const Traffic& traffic);
 
   // One step: begin, stream, prepare, abort. INTERNAL when the service counted other rows or chunks
@@ -84,6 +86,7 @@ class ServiceRun {
   Client* const client_;
   const std::string metrics_address_;
   const std::string head_;
+  std::string teacher_;  // Empty without one.
   Traffic traffic_;
   uint64_t step_ = 0;
   int64_t piece_tokens_ = 0;  // Rows of one Submit.

@@ -68,7 +68,21 @@ double Executor::busy_seconds() const {
 bool Executor::ReadyOrStopped() const {
   if (queue_.empty()) return stopping_ && num_under_way_ == 0;
   if (queue_.front().control) return num_under_way_ == 0;
-  return num_under_way_ < options_.max_inflight_batches;
+  return num_under_way_ < options_.eager_batches ||
+         (num_under_way_ < options_.max_inflight_batches && NextBatchIsFull());
+}
+
+// Whether waiting would add nothing to the batch that is next. REQUIRES: the front is a chunk.
+bool Executor::NextBatchIsFull() const {
+  if (!options_.join_chunks) return true;
+  const ChunkTask& front = queue_.front().chunk;
+  int64_t room = front.batch_tokens;
+  for (const Entry& entry : queue_) {
+    if (entry.control) return true;  // Nothing behind it joins what is before.
+    if (MayShareBatch(front, entry.chunk)) room -= entry.chunk.rows.hidden_states.rows;
+    if (room <= 0) return true;
+  }
+  return false;
 }
 
 void Executor::Loop() {

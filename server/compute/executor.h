@@ -52,9 +52,13 @@ class Executor {
     // Join waiting chunks. Off, every chunk is a batch of its own, which makes a step of one worker
     // and one stream bitwise reproducible.
     bool join_chunks = false;
-    // Batches a backend may have unfinished before the next is launched. While the device is that
-    // far behind, chunks wait here, where they can still be joined.
+    // Batches that may be unfinished before the next is launched. While the device is that far
+    // behind, chunks wait here, where they can still be joined.
     int32_t max_inflight_batches = 1;
+    // As long as fewer are unfinished, a batch is launched whatever its size; above, only one that
+    // nothing more could join: the device has enough to do meanwhile, and large batches are faster.
+    // At most max_inflight_batches.
+    int32_t eager_batches = 1;
     // Told of every launch; called on the executor's thread.
     std::function<void(int64_t num_chunks, int64_t num_tokens)> on_batch;
   };
@@ -89,6 +93,7 @@ class Executor {
 
   void Loop();
   bool ReadyOrStopped() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  bool NextBatchIsFull() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   std::vector<Entry> TakeBatch() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void RunControl(const std::function<void()>& work);
   void Launch(std::vector<Entry> entries);

@@ -1,6 +1,7 @@
 #include "server/compute/nccl_collective.h"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <deque>
 #include <thread>
@@ -34,6 +35,13 @@ void LeaveBehind(std::thread thread) {
   threads.push_back(std::move(thread));
 }
 
+// As errors call an operation.
+const char* WithArticle(CollectiveOp op) {
+  constexpr std::array<const char*, kNumCollectiveOps> kNames = {"an all-gather", "a reduce",
+                                                                 "an all-reduce", "a broadcast"};
+  return kNames[static_cast<size_t>(op)];
+}
+
 std::string ReadyKey(int32_t rank) { return absl::StrCat("nccl_rank_", rank); }
 
 // What the rank's thread and the watch share. Held by both, so that a watch that hangs in an abort
@@ -50,7 +58,7 @@ class NcclGroup {
 
   // Queues what `start` starts, unless the group has ended, and watches it until it is done.
   template <typename Start>
-  absl::Status Run(const char* what, DeviceStream stream, Start start);
+  absl::Status Run(CollectiveOp op, DeviceStream stream, Start start);
 
   void Watch();                           // Until Stop().
   bool StopWithin(absl::Duration grace);  // False when the watch hangs.
@@ -58,7 +66,8 @@ class NcclGroup {
  private:
   // A collective on its stream.
   struct Pending {
-    const char* what = nullptr;
+    CollectiveOp op = CollectiveOp::kAllGather;
+    cudaEvent_t start = nullptr;
     cudaEvent_t done = nullptr;
     absl::Time deadline;
   };
@@ -70,6 +79,7 @@ class NcclGroup {
   absl::Status Fail(const absl::Status& error) ABSL_LOCKS_EXCLUDED(mu_);
   absl::StatusOr<cudaEvent_t> TakeEvent() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status LookAtPending() ABSL_LOCKS_EXCLUDED(mu_);
+  void FreeEvents(const Pending& pending) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void AbortCommunicator() ABSL_LOCKS_EXCLUDED(mu_);
   bool AbortDue() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
     return communicator_ != nullptr && !state_.ok();
@@ -200,27 +210,41 @@ absl::StatusOr<cudaEvent_t> NcclGroup::TakeEvent() {
     return event;
   }
   cudaEvent_t event = nullptr;
-  LMHEAD_RETURN_IF_CUDA_ERROR(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+  LMHEAD_RETURN_IF_CUDA_ERROR(cudaEventCreate(&event));
   return event;
 }
 
+void NcclGroup::FreeEvents(const Pending& pending) {
+  for (cudaEvent_t event : {pending.start, pending.done}) {
+    if (event != nullptr) free_events_.push_back(event);
+  }
+}
+
 template <typename Start>
-absl::Status NcclGroup::Run(const char* what, DeviceStream stream, Start start) {
-  const absl::Time deadline = absl::Now() + options_.timeout;
+absl::Status NcclGroup::Run(CollectiveOp op, DeviceStream stream, Start start) {
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
+  Pending pending = {.op = op, .deadline = absl::Now() + options_.timeout};
   ncclResult_t result = ncclSuccess;
   {
     absl::MutexLock lock(&mu_);
     if (!state_.ok()) return state_;
+    for (cudaEvent_t* event : {&pending.start, &pending.done}) {
+      absl::StatusOr<cudaEvent_t> taken = TakeEvent();
+      if (!taken.ok()) return taken.status();
+      *event = *taken;
+    }
+    LMHEAD_RETURN_IF_CUDA_ERROR(cudaEventRecord(pending.start, cuda_stream));
     result = start(library_, communicator_, cuda_stream);
   }
-  absl::Status status = Settle(result, what, deadline);
-  if (!status.ok()) return Fail(status);
+  absl::Status status = Settle(result, WithArticle(op), pending.deadline);
   absl::MutexLock lock(&mu_);
-  absl::StatusOr<cudaEvent_t> done = TakeEvent();
-  if (!done.ok()) return done.status();
-  pending_.push_back({.what = what, .done = *done, .deadline = deadline});
-  return CudaStatus(cudaEventRecord(*done, cuda_stream), "cudaEventRecord");
+  if (!status.ok()) {
+    FreeEvents(pending);
+    if (state_.ok()) state_ = status;
+    return state_;
+  }
+  pending_.push_back(pending);
+  return CudaStatus(cudaEventRecord(pending.done, cuda_stream), "cudaEventRecord");
 }
 
 // --- Watching and ending -----------------------------------------------------------------------
@@ -249,14 +273,20 @@ absl::Status NcclGroup::LookAtPending() {
   while (!pending_.empty()) {
     const cudaError_t error = cudaEventQuery(pending_.front().done);
     if (error == cudaErrorNotReady) break;
-    if (error != cudaSuccess) return CudaStatus(error, pending_.front().what);
-    free_events_.push_back(pending_.front().done);
+    if (error != cudaSuccess) return CudaStatus(error, WithArticle(pending_.front().op));
+    if (options_.times != nullptr) {
+      float milliseconds = 0.0f;
+      LMHEAD_RETURN_IF_CUDA_ERROR(
+          cudaEventElapsedTime(&milliseconds, pending_.front().start, pending_.front().done));
+      options_.times->Add(pending_.front().op, absl::Milliseconds(milliseconds));
+    }
+    FreeEvents(pending_.front());
     pending_.pop_front();
   }
   if (pending_.empty() || absl::Now() < pending_.front().deadline) return absl::OkStatus();
-  return absl::DeadlineExceededError(absl::StrCat("NCCL has not finished ", pending_.front().what,
-                                                  " for ", absl::FormatDuration(options_.timeout),
-                                                  ": a rank hangs or cannot be reached"));
+  return absl::DeadlineExceededError(
+      absl::StrCat("NCCL has not finished ", WithArticle(pending_.front().op), " for ",
+                   absl::FormatDuration(options_.timeout), ": a rank hangs or cannot be reached"));
 }
 
 void NcclGroup::AbortCommunicator() {
@@ -270,7 +300,7 @@ void NcclGroup::AbortCommunicator() {
   absl::MutexLock lock(&mu_);
   aborting_ = false;
   // Aborted or done: their events may be recorded anew.
-  for (const Pending& pending : pending_) free_events_.push_back(pending.done);
+  for (const Pending& pending : pending_) FreeEvents(pending);
   pending_.clear();
 }
 
@@ -334,14 +364,14 @@ class NcclCollective final : public Collective {
 
   absl::Status AllGather(const void* send, void* receive, int64_t bytes_per_rank,
                          DeviceStream stream) override {
-    return group_->Run("an all-gather", stream,
+    return group_->Run(CollectiveOp::kAllGather, stream,
                        [&](const NcclLibrary& library, ncclComm_t communicator, cudaStream_t on) {
                          return library.AllGather(send, receive, bytes_per_rank, ncclChar,
                                                   communicator, on);
                        });
   }
   absl::Status Reduce(float* data, int64_t count, int32_t root, DeviceStream stream) override {
-    return group_->Run("a reduce", stream,
+    return group_->Run(CollectiveOp::kReduce, stream,
                        [&](const NcclLibrary& library, ncclComm_t communicator, cudaStream_t on) {
                          return library.Reduce(data, data, count, ncclFloat, ncclSum, root,
                                                communicator, on);
@@ -355,7 +385,7 @@ class NcclCollective final : public Collective {
   }
   absl::Status Broadcast(void* data, int64_t num_bytes, int32_t root,
                          DeviceStream stream) override {
-    return group_->Run("a broadcast", stream,
+    return group_->Run(CollectiveOp::kBroadcast, stream,
                        [&](const NcclLibrary& library, ncclComm_t communicator, cudaStream_t on) {
                          return library.Broadcast(data, data, num_bytes, ncclChar, root,
                                                   communicator, on);
@@ -364,7 +394,7 @@ class NcclCollective final : public Collective {
 
  private:
   absl::Status Sum(void* data, int64_t count, ncclDataType_t type, DeviceStream stream) {
-    return group_->Run("an all-reduce", stream,
+    return group_->Run(CollectiveOp::kAllReduce, stream,
                        [&](const NcclLibrary& library, ncclComm_t communicator, cudaStream_t on) {
                          return library.AllReduce(data, data, count, type, ncclSum, communicator,
                                                   on);

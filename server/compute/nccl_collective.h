@@ -20,6 +20,7 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "server/compute/collective.h"
+#include "server/compute/collective_times.h"
 
 namespace lmhead {
 
@@ -28,6 +29,8 @@ struct NcclOptions {
   absl::Duration timeout = absl::Seconds(30);
   // What errors call the ranks, in their order; empty: by their numbers here, "rank 1".
   std::vector<std::string> names;
+  // Of the calls, as long as each takes on the device; may be null, outlives the collective.
+  CollectiveTimes* times = nullptr;
 };
 
 // Whether the library is there and usable; if not, *why_not is one sentence for the user.

@@ -1,11 +1,8 @@
 #include "server/compute/nccl_library.h"
 
-#include <dlfcn.h>
-
-#include <string>
-#include <type_traits>
-
 #include "absl/strings/str_cat.h"
+#include "server/compute/cuda_status.h"
+#include "server/compute/dynamic_library.h"
 
 namespace lmhead {
 namespace {
@@ -17,48 +14,27 @@ constexpr const char* kFileNames[] = {"libnccl.so.2", "/usr/local/cuda/lib64/lib
 // The first with non-blocking communicators that every call may be used with.
 constexpr int kLeastVersion = 21800;
 
-absl::Status Open(void** handle) {
-  std::string errors;
-  for (const char* name : kFileNames) {
-    *handle = dlopen(name, RTLD_NOW | RTLD_LOCAL);
-    if (*handle != nullptr) return absl::OkStatus();
-    absl::StrAppend(&errors, errors.empty() ? "" : "; ", dlerror());
-  }
-  return absl::UnavailableError(absl::StrCat(
-      "NCCL was not found, install it or add its folder to LD_LIBRARY_PATH (", errors, ")"));
-}
-
-absl::Status Resolve(void* handle, NcclLibrary* library) {
-  std::string missing;
-  const auto resolve = [&](const char* name, auto* function) {
-    *function = reinterpret_cast<std::remove_reference_t<decltype(*function)>>(dlsym(handle, name));
-    if (*function == nullptr) absl::StrAppend(&missing, " ", name);
-  };
-  resolve("ncclGetVersion", &library->GetVersion);
-  resolve("ncclGetUniqueId", &library->GetUniqueId);
-  resolve("ncclGetErrorString", &library->GetErrorString);
-  resolve("ncclGetLastError", &library->GetLastError);
-  resolve("ncclCommInitRankConfig", &library->CommInitRankConfig);
-  resolve("ncclCommGetAsyncError", &library->CommGetAsyncError);
-  resolve("ncclCommAbort", &library->CommAbort);
-  resolve("ncclAllGather", &library->AllGather);
-  resolve("ncclAllReduce", &library->AllReduce);
-  resolve("ncclReduce", &library->Reduce);
-  resolve("ncclBroadcast", &library->Broadcast);
-  if (!missing.empty()) return absl::UnavailableError(absl::StrCat("NCCL lacks", missing));
+absl::StatusOr<NcclLibrary> Load() {
+  absl::StatusOr<DynamicLibrary> dynamic = DynamicLibrary::Open("NCCL", kFileNames);
+  if (!dynamic.ok()) return dynamic.status();
+  NcclLibrary library{};
+  dynamic->Resolve("ncclGetVersion", &library.GetVersion);
+  dynamic->Resolve("ncclGetUniqueId", &library.GetUniqueId);
+  dynamic->Resolve("ncclGetErrorString", &library.GetErrorString);
+  dynamic->Resolve("ncclGetLastError", &library.GetLastError);
+  dynamic->Resolve("ncclCommInitRankConfig", &library.CommInitRankConfig);
+  dynamic->Resolve("ncclCommGetAsyncError", &library.CommGetAsyncError);
+  dynamic->Resolve("ncclCommAbort", &library.CommAbort);
+  dynamic->Resolve("ncclAllGather", &library.AllGather);
+  dynamic->Resolve("ncclAllReduce", &library.AllReduce);
+  dynamic->Resolve("ncclReduce", &library.Reduce);
+  dynamic->Resolve("ncclBroadcast", &library.Broadcast);
+  LMHEAD_RETURN_IF_ERROR(dynamic->Check());
   int version = 0;
-  library->GetVersion(&version);
-  if (version >= kLeastVersion) return absl::OkStatus();
+  library.GetVersion(&version);
+  if (version >= kLeastVersion) return library;
   return absl::UnavailableError(
       absl::StrCat("NCCL has version number ", version, ", wanted at least ", kLeastVersion));
-}
-
-absl::StatusOr<NcclLibrary> Load() {
-  void* handle = nullptr;
-  if (absl::Status status = Open(&handle); !status.ok()) return status;
-  NcclLibrary library{};
-  if (absl::Status status = Resolve(handle, &library); !status.ok()) return status;
-  return library;
 }
 
 }  // namespace

@@ -43,10 +43,7 @@ class TimedCollective final : public Collective {
   absl::Status Time(CollectiveOp op, absl::FunctionRef<absl::Status()> call) {
     const auto start = std::chrono::steady_clock::now();
     absl::Status status = call();
-    const size_t index = static_cast<size_t>(op);
-    times_->calls[index] += 1;
-    times_->nanoseconds[index] +=
-        std::chrono::nanoseconds(std::chrono::steady_clock::now() - start).count();
+    times_->Add(op, absl::FromChrono(std::chrono::steady_clock::now() - start));
     return status;
   }
 
@@ -58,7 +55,6 @@ class TimedCollective final : public Collective {
 
 std::unique_ptr<Collective> TimeCollective(std::unique_ptr<Collective> inner,
                                            CollectiveTimes* times) {
-  if (inner->memory() == Collective::Memory::kDevice) return inner;
   return std::make_unique<TimedCollective>(std::move(inner), times);
 }
 

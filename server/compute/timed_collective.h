@@ -1,29 +1,17 @@
-// How long the collectives of a rank take, its waiting for the others included: for the metrics.
+// A collective of host memory whose calls are timed.
 
 #ifndef LMHEAD_SERVER_COMPUTE_TIMED_COLLECTIVE_H_
 #define LMHEAD_SERVER_COMPUTE_TIMED_COLLECTIVE_H_
 
-#include <array>
-#include <atomic>
-#include <cstdint>
 #include <memory>
 
 #include "server/compute/collective.h"
+#include "server/compute/collective_times.h"
 
 namespace lmhead {
 
-enum class CollectiveOp : uint8_t { kAllGather, kReduce, kAllReduce, kBroadcast };
-
-// Totals by CollectiveOp. Thread-safe.
-struct CollectiveTimes {
-  static constexpr std::array<const char*, 4> kNames = {"all_gather", "reduce", "all_reduce",
-                                                        "broadcast"};
-  std::array<std::atomic<int64_t>, 4> calls{};
-  std::array<std::atomic<int64_t>, 4> nanoseconds{};
-};
-
-// `inner`, whose calls are counted in `times`, which outlives it. A collective of device memory
-// only queues its calls, so that their time would say nothing: it is returned as it is.
+// `inner`, whose calls are added to `times`, which outlives it. REQUIRES: a call of `inner` returns
+// when it is done (Collective::Memory::kHost).
 std::unique_ptr<Collective> TimeCollective(std::unique_ptr<Collective> inner,
                                            CollectiveTimes* times);
 

@@ -176,7 +176,7 @@ void CollectCollectives(const std::vector<CollectiveGauges>& collectives,
   MetricFamily family;
   family.name = "lmhead_collective_seconds";
   family.help =
-      "Time of rank 0 in collectives of host memory, its waiting for the others included.";
+      "Time of rank 0 in collectives, its waiting for the others included; over NCCL on its GPU.";
   family.type = MetricType::Summary;  // Of no quantiles: a count and a sum.
   for (const CollectiveGauges& collective : collectives) {
     ClientMetric metric;

@@ -11,6 +11,7 @@
 #include "server/compute/cuda_backend.h"
 #include "server/compute/gloo_collective.h"
 #include "server/compute/nccl_collective.h"
+#include "server/compute/timed_collective.h"
 #include "server/memory/system_memory.h"
 
 namespace lmhead {
@@ -54,11 +55,12 @@ absl::StatusOr<std::unique_ptr<Collective>> MakeCollective(const std::string& ki
                                                            CollectiveTimes* times) {
   const auto size = static_cast<int32_t>(names.size());
   if (size == 1) return std::unique_ptr<Collective>();
+  if (kind == "nccl") {
+    return CreateNcclCollective(
+        place, size, {.device = device, .timeout = timeout, .names = names, .times = times});
+  }
   absl::StatusOr<std::unique_ptr<Collective>> collective =
-      kind == "nccl"
-          ? CreateNcclCollective(place, size,
-                                 {.device = device, .timeout = timeout, .names = names})
-          : CreateGlooCollective(place, size, {.host = host, .timeout = timeout, .names = names});
+      CreateGlooCollective(place, size, {.host = host, .timeout = timeout, .names = names});
   if (!collective.ok() || times == nullptr) return collective;
   return TimeCollective(*std::move(collective), times);
 }

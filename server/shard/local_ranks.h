@@ -9,8 +9,8 @@
 
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "server/compute/collective_times.h"
 #include "server/compute/local_rank.h"
-#include "server/compute/timed_collective.h"
 #include "server/memory/arena.h"
 #include "server/metrics/metrics.h"
 #include "server/shard/hardware.h"

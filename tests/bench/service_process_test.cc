@@ -36,6 +36,20 @@ nlohmann::json RunJson(const std::string& arguments) {
                           : nlohmann::json::object();
 }
 
+TEST(ServiceBenchTest, DistilsFromATeacher) {
+  // Chunks hold half the rows: the teacher's hidden states come with them.
+  const auto service = RunJson(
+      absl::StrCat(kTiny, "--workers=2 --tokens=100 --repeats=1 --schedule=retain --distil"));
+  EXPECT_EQ(service["loss"], "forward KL to a teacher");
+  ASSERT_EQ(service["cases"].size(), 1);
+  EXPECT_EQ(service["cases"][0]["chunk_tokens"], 8);
+  EXPECT_EQ(service["cases"][0]["repeats"][0]["num_tokens"], 100);
+  EXPECT_EQ(service["cases"][0]["repeats"][0]["num_chunks"], 14);  // Seven of each worker.
+  const CommandResult both = RunService("--distil --compare_inprocess", /*with_errors=*/true);
+  EXPECT_NE(both.exit_code, 0);
+  EXPECT_THAT(both.output, HasSubstr("--compare_inprocess has no teacher"));
+}
+
 TEST(ServiceBenchTest, CountsEveryTokenAndChunkOnce) {
   // Three workers with 67, 67 and 66 rows, in chunks of 16: five each.
   const auto service = RunJson(absl::StrCat(
@@ -44,6 +58,7 @@ TEST(ServiceBenchTest, CountsEveryTokenAndChunkOnce) {
   EXPECT_EQ(service["vocab_size"], 96);
   EXPECT_EQ(service["hidden_size"], 32);
   EXPECT_EQ(service["dtype"], "bfloat16");
+  EXPECT_EQ(service["loss"], "cross entropy");
   EXPECT_EQ(service["batch_tokens"], 64);
   ASSERT_EQ(service["cases"].size(), 4);  // Two schedules, two numbers of connections.
   for (const auto& measured : service["cases"]) {

@@ -32,6 +32,7 @@ class RecordingBackend : public ComputeBackend {
     if (!error.ok()) return done(error);
     if (hold_answers) {
       held.push_back([done, output] { done(output); });
+      ++num_held;
     } else {
       done(output);
     }
@@ -52,13 +53,19 @@ class RecordingBackend : public ComputeBackend {
   absl::Status error;
   bool hold_answers = false;
   std::vector<std::function<void()>> held;
+  std::atomic<int> num_held{0};  // Ever.
 };
 
 class ExecutorTest : public ::testing::Test {
  protected:
-  void Start(bool join_chunks, int32_t max_inflight_batches = 1) {
-    executor_ = std::make_unique<Executor>(Executor::Options{
-        .join_chunks = join_chunks, .max_inflight_batches = max_inflight_batches});
+  void Start(bool join_chunks, int32_t max_inflight_batches = 1, int32_t eager_batches = 1) {
+    executor_ =
+        std::make_unique<Executor>(Executor::Options{.join_chunks = join_chunks,
+                                                     .max_inflight_batches = max_inflight_batches,
+                                                     .eager_batches = eager_batches});
+  }
+  void AwaitHeld(int num_batches) {
+    while (backend_.num_held < num_batches) absl::SleepFor(absl::Milliseconds(1));
   }
 
   // Keeps the executor busy until Release, so that what is submitted meanwhile waits.
@@ -196,6 +203,45 @@ TEST_F(ExecutorTest, WaitsForAFreeBatchAndJoinsMeanwhile) {
   Drain();
   ASSERT_EQ(backend_.launches.size(), 2u);
   EXPECT_EQ(backend_.launches[1].rows, (std::vector<int64_t>{2, 3}));
+}
+
+TEST_F(ExecutorTest, ABatchWithRoomWaitsWhileTheDeviceHasEnoughToDo) {
+  Start(true, /*max_inflight_batches=*/3, /*eager_batches=*/2);
+  backend_.hold_answers = true;
+  for (int held = 1; held <= 2; ++held) {
+    Submit(3);
+    AwaitHeld(held);
+  }
+  Submit(4);  // Could take six rows more.
+  absl::SleepFor(absl::Milliseconds(50));
+  EXPECT_EQ(backend_.num_held, 2);
+  EXPECT_EQ(executor_->queue_depth(), 1);
+  Submit(2, BackwardMode::kNone);  // Does not fit it in kind, the next not in size.
+  Submit(7);
+  AwaitHeld(3);
+  absl::SleepFor(absl::Milliseconds(50));
+  EXPECT_EQ(backend_.num_held, 3);  // So many may be unfinished.
+  backend_.hold_answers = false;
+  for (const auto& answer : std::exchange(backend_.held, {})) answer();
+  Drain();
+  ASSERT_EQ(backend_.launches.size(), 5u);
+  EXPECT_EQ(backend_.launches[2].rows, (std::vector<int64_t>{4}));
+  EXPECT_EQ(backend_.launches[3].rows, (std::vector<int64_t>{2}));
+  EXPECT_EQ(backend_.launches[4].rows, (std::vector<int64_t>{7}));
+}
+
+TEST_F(ExecutorTest, ABatchBeforeControlWorkDoesNotWaitForMore) {
+  Start(true, /*max_inflight_batches=*/2, /*eager_batches=*/1);
+  backend_.hold_answers = true;
+  Submit(1);
+  AwaitHeld(1);
+  Submit(1);
+  absl::SleepFor(absl::Milliseconds(50));
+  EXPECT_EQ(backend_.num_held, 1);
+  executor_->Post([] {});
+  AwaitHeld(2);
+  for (const auto& answer : std::exchange(backend_.held, {})) answer();
+  Drain();
 }
 
 TEST_F(ExecutorTest, AFailedBatchFailsEachOfItsChunks) {

@@ -35,7 +35,7 @@ class NcclCollectiveTest : public testing::Test {
   void Make(int32_t size, int32_t num_ranks, absl::Duration timeout = absl::Seconds(30)) {
     for (int32_t rank = 0; rank < num_ranks; ++rank) {
       absl::StatusOr<std::unique_ptr<Collective>> collective =
-          CreateNcclCollective(rank, size, {.device = rank, .timeout = timeout});
+          CreateNcclCollective(rank, size, {.device = rank, .timeout = timeout, .times = &times_});
       ASSERT_TRUE(collective.ok()) << collective.status();
       GpuRank made = {.collective = *std::move(collective)};
       ASSERT_EQ(cudaSetDevice(rank), cudaSuccess);
@@ -88,6 +88,7 @@ class NcclCollectiveTest : public testing::Test {
     EXPECT_EQ(values, std::vector<float>(kCount, value));
   }
 
+  CollectiveTimes times_;  // Of all ranks together.
   std::vector<GpuRank> ranks_;
 };
 
@@ -125,6 +126,29 @@ TEST_F(NcclCollectiveTest, ComputesWhatTheSeamSays) {
     }
     EXPECT_TRUE(rank.collective->Check().ok());
   });
+}
+
+TEST_F(NcclCollectiveTest, CallsAreTimedOnceDone) {
+  const int32_t size = NumDevices();
+  ASSERT_GT(size, 0);
+  Make(size, size);
+  ConnectAll();
+  OnEach([](GpuRank& rank) {
+    Fill(rank, 1.0f);
+    for (int i = 0; i < 3; ++i) {
+      ASSERT_TRUE(rank.collective->Reduce(rank.data, kCount, 0, rank.stream).ok());
+    }
+    ASSERT_EQ(cudaStreamSynchronize(rank.stream), cudaSuccess);
+  });
+  const auto reduce = static_cast<size_t>(CollectiveOp::kReduce);
+  const absl::Time end = absl::Now() + absl::Seconds(30);
+  while (times_.calls[reduce] < 3 * size && absl::Now() < end) {
+    absl::SleepFor(absl::Milliseconds(1));
+  }
+  EXPECT_EQ(times_.calls[reduce], 3 * size);
+  EXPECT_GT(times_.nanoseconds[reduce], 0);
+  EXPECT_LT(times_.nanoseconds[reduce], absl::ToInt64Nanoseconds(absl::Seconds(60) * size));
+  EXPECT_EQ(times_.calls[static_cast<size_t>(CollectiveOp::kAllReduce)], 0);
 }
 
 TEST_F(NcclCollectiveTest, AnAbortedGroupConnectsAnew) {
