@@ -49,6 +49,13 @@ class Service:
             time.sleep(0.02)
         json.loads(ready.read_text())
 
+    def pause(self):
+        """It hangs from here on, until go_on()."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def go_on(self):
+        self._process.send_signal(signal.SIGCONT)
+
     def kill(self):
         self._process.send_signal(signal.SIGKILL)
         self._process.wait()

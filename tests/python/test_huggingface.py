@@ -1,9 +1,11 @@
 """Patched causal language models train as they did with their own head."""
 
+import contextlib
 import copy
 import inspect
 import pickle
 import tempfile
+import types
 import unittest
 
 import torch
@@ -99,7 +101,7 @@ class HuggingFaceTest(ServiceTest):
             self.assertNotIn("logits", output)
             as_tuple = model(**batch(0), return_dict=False)
             self.assertNear(as_tuple[0], want, 1e-5)
-        with self.assertRaisesRegex(RuntimeError, "pass labels, or call restore"):
+        with self.assertRaisesRegex(RuntimeError, "pass labels, or call patched.restore"):
             model(batch(0)["input_ids"])
 
     def test_a_frozen_head_trains_the_trunk_alone(self):
@@ -151,13 +153,22 @@ class HuggingFaceTest(ServiceTest):
             lmhead.patch(model, self.create())
         with self.assertRaisesRegex(AttributeError, "weight is in the service"):
             model.lm_head.weight
-        with self.assertRaisesRegex(RuntimeError, "call restore\\(\\) before what needs logits"):
+        with self.assertRaisesRegex(RuntimeError, r"patched.restore\(\) first, as for generate\(\)"):
             model.generate(torch.zeros(1, 3, dtype=torch.int64), pad_token_id=0)
         loss = model.eval()(**batch(0)).loss
         with self.assertRaisesRegex(RuntimeError, "call model.train\\(\\)"):
             loss.backward()
         with self.assertRaisesRegex(RuntimeError, "DataParallel"):
             model.lm_head._replicate_for_data_parallel()
+
+    def test_steps_that_nobody_commits_are_told(self):
+        model = llama().train()
+        lmhead.patch(model, self.new_head(model))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for number in range(2):
+            with contextlib.nullcontext() if number == 0 else self.assertWarnsRegex(UserWarning, "attach"):
+                model(**batch(0)).loss.backward()
+            optimizer.step()
 
     def scaled_run(self, make, scaler):
         """Four steps of a loop with a GradScaler, the third of which overflows."""
@@ -246,6 +257,12 @@ class HuggingFaceTest(ServiceTest):
                                        train_dataset=Texts(), callbacks=[callback])
         with self.assertRaisesRegex(ValueError, "max_grad_norm is 1.0, want 0"):
             trainer.train()
+
+    def test_sampling_from_a_copy_that_does_not_get_the_head_is_refused(self):
+        model = llama()
+        callback = lmhead.patch(model, self.new_head(model)).trainer_callback()
+        with self.assertRaisesRegex(ValueError, "use_vllm"):
+            callback.on_train_begin(types.SimpleNamespace(max_grad_norm=0.0, use_vllm=True), None, None)
 
     def test_the_trainer(self):
         runs = []

@@ -1,6 +1,10 @@
 """Losses and their gradients against torch on full logits."""
 
 import os
+import signal
+import subprocess
+import sys
+import threading
 import unittest
 from unittest import mock
 
@@ -339,6 +343,41 @@ class ErrorTest(ServiceTest):
                 self.assertRegex(said.read(), "RuntimeError: .*spawn")
             self.assertEqual(os.waitpid(child, 0)[1], 0)
         self.assertFalse(head.loss(hidden.detach(), labels).requires_grad)  # The parent goes on.
+
+    def test_a_program_may_end_with_everything_open(self):
+        code = ("import sys, lmhead, torch; head = lmhead.RemoteHead(sys.argv[1], sys.argv[2]); step = head.step(1).__enter__(); "
+                "step.loss(torch.zeros(2, 24), torch.zeros(2, dtype=torch.int64)).backward(); sys.modules['kept'] = [head, step]")
+        head = self.create(optimizer=lmhead.SGD())
+        done = subprocess.run([sys.executable, "-W", "ignore", "-c", code, self.service.address, head.name], timeout=60,
+                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        self.assertEqual((done.returncode, done.stdout), (0, ""))
+
+    def test_ctrl_c_ends_a_wait_for_a_service_that_hangs(self):
+        head = self.create(optimizer=lmhead.SGD())
+        hidden, labels = self.data(4)
+
+        def interrupt_soon():
+            self.service.pause()
+            self.addCleanup(self.service.go_on)
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+        with head.step(1) as step:
+            step.loss(hidden, labels).backward()
+            interrupt_soon()
+            resumed = threading.Timer(30, self.service.go_on)
+            resumed.start()
+            with self.assertRaises(KeyboardInterrupt):
+                step.loss(hidden, labels)
+            interrupt_soon()
+            with self.assertRaises(KeyboardInterrupt):
+                head.info()
+            self.assertTrue(resumed.is_alive())
+            resumed.cancel()
+            self.service.go_on()
+            step.abort()
+        with head.step(1) as step:  # Both go on.
+            step.loss(hidden, labels).backward()
+            step.commit(0.1)
 
     def test_nobody_there(self):
         with self.assertRaises(lmhead.Unavailable):

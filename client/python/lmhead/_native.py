@@ -1,18 +1,23 @@
 """liblmhead.so through ctypes: client/c/lmhead.h in Python, nothing more.
 
 The library is found in the package (lib/liblmhead.so), or where the variable LMHEAD_LIBRARY says. ctypes releases the
-interpreter's lock around every call, so that other threads go on while one waits.
+interpreter's lock around every call, so that other threads go on while one waits. What may wait for long runs beside the
+main thread, which alone takes Ctrl-C.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import json
 import math
 import os
 import pathlib
+import queue
+import threading
+import weakref
 from ctypes import POINTER, byref, c_char_p, c_double, c_float, c_int32, c_int64, c_size_t, c_uint64, c_void_p
-from typing import Any, Dict, List, NoReturn, Optional
+from typing import Any, Callable, Dict, List, NoReturn, Optional, Tuple, TypeVar
 
 from lmhead.errors import error_of
 
@@ -125,6 +130,8 @@ def _call(name: str, *arguments: Any) -> None:
     raise error_of(code, message)
 
 
+T = TypeVar("T")
+LEAVE_SECONDS = 10.0  # How long a handle that is closed waits for interrupted calls; beyond that it is left as it is.
 _connecting_process: Optional[int] = None  # Where the first connection was made.
 
 
@@ -150,6 +157,38 @@ class _Owner:
     def __init__(self, handle: c_void_p):
         self.handle: Optional[c_void_p] = handle
         self._process = os.getpid()
+        self._calls = 0  # Beside the main thread.
+        self._left = threading.Condition()
+        _owners.add(self)
+
+    def wait_for(self, work: Callable[[], T]) -> T:
+        """``work()``, of calls with this handle; in the main thread so that KeyboardInterrupt ends the wait, not the call."""
+        if threading.current_thread() is not threading.main_thread():
+            return work()
+        answer: "queue.SimpleQueue[Tuple[Optional[T], Optional[BaseException]]]" = queue.SimpleQueue()
+
+        def run() -> None:
+            try:
+                answer.put((work(), None))
+            except BaseException as error:
+                answer.put((None, error))
+            finally:
+                with self._left:
+                    self._calls -= 1
+                    self._left.notify_all()
+
+        with self._left:
+            self._calls += 1
+        threading.Thread(target=run, name="lmhead-call", daemon=True).start()
+        found, error = answer.get()
+        if error is not None:
+            raise error
+        return found  # type: ignore[return-value]
+
+    def _unused(self) -> bool:
+        """Whether the interrupted calls have left, in time."""
+        with self._left:
+            return self._left.wait_for(lambda: self._calls == 0, LEAVE_SECONDS)
 
     @property
     def opened(self) -> c_void_p:
@@ -169,12 +208,22 @@ class _Owner:
     def close(self) -> None:
         handle, self.handle = self.handle, None
         # A forked child, such as a DataLoader's worker, has the handle but not the threads behind it.
-        if handle and self._process == os.getpid():
+        if handle and self._process == os.getpid() and self._unused():
             getattr(_library, f"lmhead_{self._closer}")(handle)
 
     def __del__(self) -> None:
         if getattr(self, "handle", None):
             self.close()
+
+
+_owners: "weakref.WeakSet[_Owner]" = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """What a program leaves open, while there is still an interpreter to close it."""
+    for owner in list(_owners):
+        owner.close()
 
 
 class NativeClient(_Owner):
@@ -199,14 +248,19 @@ class NativeClient(_Owner):
         super().__init__(handle)
 
     def call(self, method: str, request: Dict[str, Any], timeout: float = 0.0) -> Dict[str, Any]:
-        answer = c_void_p()
-        _call("client_call", self.opened, method.encode(), _json(request), timeout, byref(answer))
-        try:
-            text = ctypes.cast(answer, c_char_p).value or b"{}"
-            found: Dict[str, Any] = json.loads(text.decode())
-            return found
-        finally:
-            _library.lmhead_string_free(answer)
+        handle, message = self.opened, _json(request)
+
+        def run() -> Dict[str, Any]:
+            answer = c_void_p()
+            _call("client_call", handle, method.encode(), message, timeout, byref(answer))
+            try:
+                text = ctypes.cast(answer, c_char_p).value or b"{}"
+                found: Dict[str, Any] = json.loads(text.decode())
+                return found
+            finally:
+                _library.lmhead_string_free(answer)
+
+        return self.wait_for(run)
 
     def load_weights(self, head: str, tensor: int, dtype: int, row_start: int, rows: int, columns: int,
                      data: int) -> None:
@@ -245,14 +299,24 @@ class NativeWriter(_Owner):
         return ticket.value
 
     def wait(self, ticket: int) -> LossResult:
-        result = LossResult(ctypes.sizeof(LossResult))
-        _call("writer_wait", self.opened, ticket, byref(result))
-        return result
+        handle = self.opened
+
+        def run() -> LossResult:
+            result = LossResult(ctypes.sizeof(LossResult))
+            _call("writer_wait", handle, ticket, byref(result))
+            return result
+
+        return self.wait_for(run)
 
     def finish(self) -> int:
-        chunks = c_uint64()
-        _call("writer_finish", self.opened, byref(chunks))
-        return chunks.value
+        handle = self.opened
+
+        def run() -> int:
+            chunks = c_uint64()
+            _call("writer_finish", handle, byref(chunks))
+            return chunks.value
+
+        return self.wait_for(run)
 
     def cancel(self) -> None:
         if self.handle and self._process == os.getpid():

@@ -229,6 +229,8 @@ class PatchedModel:
         embedding = _input_embedding(self.model)
         tied = embedding is not None and embedding.weight is self._layer.weight
         self._tied: Optional[torch.nn.Parameter] = embedding.weight if tied else None
+        self._trunk_at_open = 0
+        self._told = False  # That nobody commits.
         self._detachers: List[Callable[[], None]] = []
         self._next_step = head.next_step()
         self._check()
@@ -320,10 +322,12 @@ class PatchedModel:
             output = original(**arguments)
             hidden = self._stand_in.take()
             if labels is None and shift_labels is None:
-                raise RuntimeError("lmhead: the model's head is remote, so that there are no logits: pass labels, or call "
-                                   "restore() before what needs logits, such as generate(). A Trainer's label smoothing goes "
-                                   "into lmhead.patch(recipe=lmhead.Recipe(label_smoothing=...)) instead; for a trainer's own "
-                                   "distillation or sampling see docs/PYTHON.md, TRL")
+                raise RuntimeError(
+                    "lmhead: the model's head is remote, so that forward() without labels has no logits: pass labels, or call "
+                    "patched.restore() first, as for generate(). A trainer that samples from its model (GRPO) or compares logits "
+                    "(GKD and other distillation) cannot be patched: write its loop with lmhead.ClippedPolicy or "
+                    "lmhead.Distillation (examples/grpo.py, examples/distil.py). A Trainer's label smoothing goes into "
+                    "lmhead.patch(recipe=lmhead.Recipe(label_smoothing=...))")
             if fused:
                 return self._fused(hidden, labels, shift_labels, num_items, getattr(output, "aux_loss", None))
             output["loss"] = self.loss(hidden, labels if shift_labels is None else shift_labels, num_items,
@@ -354,7 +358,22 @@ class PatchedModel:
             step = self.head.step(self._next_step, self.workers)
             step.__enter__()
             self.step = step
+            self._trunk_at_open = self._trunk_version()
+        elif self.step is not None and self._trunk_version() != self._trunk_at_open and not self._told:
+            self._told = True
+            warnings.warn(f"the trunk was updated while step {self.step.number} of head {self.head.name} stayed open: the head is "
+                          "not trained. Give patched.attach() the optimizer, a Trainer patched.trainer_callback(), or call "
+                          "patched.commit() before each optimizer.step()", stacklevel=3)
         return self.step or self.head
+
+    @property
+    def tied(self) -> bool:
+        """Whether the head's weight is the input embedding, too, which stays in the model."""
+        return self._tied is not None
+
+    def _trunk_version(self) -> int:
+        """Rises with every change of the trunk's parameters in place, such as an optimizer's."""
+        return sum(parameter._version for parameter in self.model.parameters() if parameter.requires_grad)
 
     def logprobs(self, hidden: torch.Tensor, labels: torch.Tensor, *, shift: bool = True) -> Logprobs:
         """Per-token values for an objective in PyTorch, as ``Step.logprobs``; without gradients in evaluation."""
@@ -519,6 +538,9 @@ class PatchedModel:
                 if max_grad_norm is not None and args.max_grad_norm:
                     raise ValueError(f"TrainingArguments.max_grad_norm is {args.max_grad_norm}, want 0 beside "
                                      f"trainer_callback(max_grad_norm={max_grad_norm}): the trunk would be clipped twice")
+                if getattr(args, "use_vllm", False) and not patched.tied:
+                    raise ValueError("use_vllm is True: the trainer would send vLLM the model's parameters, of which the head is "
+                                     "none, and sample from the head as it was at first. See docs/PYTHON.md, TRL")
                 patched.resume(state.global_step)
                 patched.attach(optimizer, max_grad_norm)
 
