@@ -2,6 +2,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <cmath>
 #include <nvtx3/nvtx3.hpp>
 #include <string>
@@ -220,7 +221,13 @@ absl::Status CudaBackend::Launch(const BatchInput& input, CudaBatch* batch) {
     LMHEAD_RETURN_IF_ERROR(
         CheckTeacher(head_.spec, head_.range, pass.teacher->spec, pass.teacher->range, input));
   }
-  for (const ChunkRows& chunk : input.chunks) pass.num_rows += chunk.hidden_states.rows;
+  for (const ChunkRows& chunk : input.chunks) {
+    pass.num_rows += chunk.hidden_states.rows;
+    pass.staged_element_bytes =
+        std::max(pass.staged_element_bytes, BytesPerElement(chunk.hidden_states.dtype));
+    pass.staged_teacher_element_bytes = std::max(
+        pass.staged_teacher_element_bytes, BytesPerElement(chunk.teacher_hidden_states.dtype));
+  }
   return CheckOutcome(LaunchPass(&pass));
 }
 

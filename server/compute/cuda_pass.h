@@ -27,6 +27,9 @@ struct CudaPass {
   CudaBatch& batch;
   const CudaHead* teacher = nullptr;
   int64_t num_rows = 0;
+  // Of an element that came up: of the widest chunk's, so that chunks alike lie without gaps.
+  int64_t staged_element_bytes = 0;
+  int64_t staged_teacher_element_bytes = 0;
   const float* class_weights = nullptr;  // In device memory, or null for ones.
   bool policy_entropy = false;           // The objective has the entropy in it.
 
@@ -35,14 +38,18 @@ struct CudaPass {
     return input.outputs.grad_hidden_states && input.mode != BackwardMode::kNone;
   }
 
-  // Where a batch's row lies among those that came up, whatever the dtype of its chunk.
+  // Where a batch's row lies among those that came up.
   void* StagedRow(int64_t row) const {
-    return static_cast<std::byte*>(batch.device.rows) +
-           row * head.spec.hidden_size * BytesPerElement(DType::kFloat32);
+    return static_cast<std::byte*>(batch.device.rows) + StagedBytes(row);
   }
   void* StagedTeacherRow(int64_t row) const {
-    return static_cast<std::byte*>(batch.device.teacher_rows) +
-           row * head.spec.teacher_hidden_size * BytesPerElement(DType::kFloat32);
+    return static_cast<std::byte*>(batch.device.teacher_rows) + StagedTeacherBytes(row);
+  }
+  int64_t StagedBytes(int64_t rows) const {
+    return rows * head.spec.hidden_size * staged_element_bytes;
+  }
+  int64_t StagedTeacherBytes(int64_t rows) const {
+    return rows * teacher->spec.hidden_size * staged_teacher_element_bytes;
   }
 };
 

@@ -37,6 +37,11 @@ absl::Status CopyUp(void* to, const void* from, int64_t bytes, cudaStream_t stre
       "upload");
 }
 
+absl::Status CopyMatrixUp(ConstMatrixView from, void* to, cudaStream_t stream) {
+  return from.size_bytes() == 0 ? absl::OkStatus()
+                                : CopyUp(to, from.data, from.size_bytes(), stream);
+}
+
 absl::Status CopyDown(void* to, const void* from, int64_t bytes, cudaStream_t stream) {
   return CudaStatus(
       cudaMemcpyAsync(to, from, static_cast<size_t>(bytes), cudaMemcpyDeviceToHost, stream),
@@ -61,30 +66,32 @@ absl::Status CudaTransfers::Upload(CudaPass* pass) {
   return UploadClassWeights(pass);
 }
 
-// From where they lie; the rows' numbers are gathered into pinned memory.
+// From where they lie, in the dtype of the wire; the rows' numbers are gathered into pinned memory.
 absl::Status CudaTransfers::UploadHiddenStates(const CudaPass& pass) {
+  const bool broadcast = pass.input.broadcast_hidden_states && head_.collective != nullptr;
+  const bool has_rows = !broadcast || head_.ranks.rank == 0;
+  cudaStream_t const stream = head_.streams.upload;
   int64_t batch_row = 0;
   for (const ChunkRows& chunk : pass.batch.chunks) {
-    LMHEAD_RETURN_IF_ERROR(UploadMatrix(pass, chunk.hidden_states, pass.StagedRow(batch_row)));
-    if (pass.teacher != nullptr) {
+    if (has_rows)
+      LMHEAD_RETURN_IF_ERROR(CopyMatrixUp(chunk.hidden_states, pass.StagedRow(batch_row), stream));
+    if (has_rows && pass.teacher != nullptr) {
       LMHEAD_RETURN_IF_ERROR(
-          UploadMatrix(pass, chunk.teacher_hidden_states, pass.StagedTeacherRow(batch_row)));
+          CopyMatrixUp(chunk.teacher_hidden_states, pass.StagedTeacherRow(batch_row), stream));
     }
     batch_row += chunk.hidden_states.rows;
   }
-  return absl::OkStatus();
+  return broadcast ? BroadcastHiddenStates(pass) : absl::OkStatus();
 }
 
-// In the dtype of the wire; by a broadcast where rank 0 alone has it.
-absl::Status CudaTransfers::UploadMatrix(const CudaPass& pass, ConstMatrixView from, void* to) {
-  const int64_t bytes = from.size_bytes();
-  if (bytes == 0) return absl::OkStatus();
-  const bool broadcast = pass.input.broadcast_hidden_states && head_.collective != nullptr;
-  if (!broadcast || head_.ranks.rank == 0) {
-    LMHEAD_RETURN_IF_ERROR(CopyUp(to, from.data, bytes, head_.streams.upload));
-  }
-  if (!broadcast) return absl::OkStatus();
-  return head_.collective->Broadcast(to, bytes, /*root=*/0, head_.streams.upload);
+// All chunks by one call: each waits for its turn on a GPU that is busy with products.
+absl::Status CudaTransfers::BroadcastHiddenStates(const CudaPass& pass) {
+  cudaStream_t const stream = head_.streams.upload;
+  LMHEAD_RETURN_IF_ERROR(head_.collective->Broadcast(
+      pass.StagedRow(0), pass.StagedBytes(pass.num_rows), /*root=*/0, stream));
+  if (pass.teacher == nullptr) return absl::OkStatus();
+  return head_.collective->Broadcast(pass.StagedTeacherRow(0),
+                                     pass.StagedTeacherBytes(pass.num_rows), /*root=*/0, stream);
 }
 
 absl::Status CudaTransfers::UploadRowInputs(const CudaPass& pass) {

@@ -25,7 +25,7 @@ class CudaTransfers {
 
  private:
   absl::Status UploadHiddenStates(const CudaPass& pass);
-  absl::Status UploadMatrix(const CudaPass& pass, ConstMatrixView from, void* to);
+  absl::Status BroadcastHiddenStates(const CudaPass& pass);
   absl::Status UploadRowInputs(const CudaPass& pass);
   absl::Status UploadRowPolicies(CudaPass* pass);
   absl::Status UploadTopkTeacher(const CudaPass& pass);
