@@ -467,7 +467,9 @@ ServerFacts Server::Impl::Facts() {
               [this] {
                 std::vector<ServerFacts::Device> devices;
                 for (const Hardware::Device& device : ranks_->ReadDevices()) {
-                  devices.push_back({.rank = static_cast<int32_t>(devices.size()),
+                  const auto rank = static_cast<int32_t>(devices.size());
+                  devices.push_back({.rank = rank,
+                                     .replica = rank / ranks_->ranks_per_replica(),
                                      .name = device.name,
                                      .total_memory_bytes = device.total_bytes});
                 }

@@ -40,13 +40,22 @@ std::string HeadState(const v1::HeadInfo& head) {
   return absl::StrCat("step ", head.last_committed_step(), " committed");
 }
 
+// "rank 2", or with replicas "rank 2 of replica 1".
+std::string RankName(const v1::GetServerInfoResponse& info, int rank) {
+  const int num_ranks = info.devices_size();
+  if (rank >= num_ranks || info.devices(num_ranks - 1).replica() == 0) {
+    return absl::StrCat("rank ", rank);
+  }
+  return absl::StrCat("rank ", rank, " of replica ", info.devices(rank).replica());
+}
+
 void PrintServer(const v1::GetServerInfoResponse& info, const std::string& address) {
   std::printf(
       "lmhead %s at %s, up %s, incarnation %016llx\n", info.version().c_str(), address.c_str(),
       absl::FormatDuration(absl::Seconds(static_cast<int64_t>(info.uptime_seconds()))).c_str(),
       static_cast<unsigned long long>(info.incarnation()));
   for (const v1::DeviceInfo& device : info.devices()) {
-    std::printf("rank %d: %s, %s, %s\n", device.rank(), info.backend().c_str(),
+    std::printf("%s: %s, %s, %s\n", RankName(info, device.rank()).c_str(), info.backend().c_str(),
                 device.name().c_str(), MiB(device.total_memory_bytes()).c_str());
   }
   const v1::ServerLimits& limits = info.limits();
@@ -70,8 +79,11 @@ void PrintHeads(const v1::GetServerInfoResponse& info) {
 }
 
 void PrintMemory(const v1::GetServerInfoResponse& info) {
-  for (const v1::MemoryReport& memory : info.memory()) {
-    std::printf("\n%-20s %14s %14s %14s\n", "memory", "live", "peak of step", "peak");
+  for (int rank = 0; rank < info.memory_size(); ++rank) {
+    const v1::MemoryReport& memory = info.memory(rank);
+    const bool is_alone = info.memory_size() == 1;
+    std::printf("\n%-20s %14s %14s %14s\n", is_alone ? "memory" : RankName(info, rank).c_str(),
+                "live", "peak of step", "peak");
     for (const v1::CategoryUse& use : memory.categories()) {
       if (use.peak_process_bytes() == 0) continue;
       std::printf("%-20s %14s %14s %14s\n",

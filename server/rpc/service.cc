@@ -95,6 +95,7 @@ grpc::Status LmHeadServiceImpl::GetServerInfo(grpc::ServerContext* context,
   for (const ServerFacts::Device& device : facts_.read_devices()) {
     v1::DeviceInfo* info = response->add_devices();
     info->set_rank(device.rank);
+    info->set_replica(device.replica);
     info->set_name(device.name);
     info->set_total_memory_bytes(device.total_memory_bytes);
   }

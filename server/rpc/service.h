@@ -25,6 +25,7 @@ struct ServerFacts {
   std::string backend;  // "cpu" or "cuda".
   struct Device {
     int32_t rank = 0;
+    int32_t replica = 0;
     std::string name;
     int64_t total_memory_bytes = 0;
   };
