@@ -451,6 +451,10 @@ class ErrorTest(ServiceTest):
             with head.step(1) as step:
                 step.loss(hidden, labels).backward()
                 step.loss(hidden, labels, recipe=smooth)
+        with self.assertRaisesRegex(lmhead.InvalidArgument, "first: dtype was torch.float32 and is torch.bfloat16. A step"):
+            with head.step(1) as step:
+                step.loss(hidden, labels).backward()
+                step.loss(hidden.bfloat16(), labels)
         with head.step(1, num_recipes=3) as step:
             step.loss(hidden, labels).backward()
             step.loss(hidden, labels, recipe=smooth).backward()

@@ -15,7 +15,7 @@ import torch
 from lmhead._staging import check_tensor
 from lmhead.loss import Arguments, Call, LossFuture, UpstreamLedger
 from lmhead.recipe import Recipe
-from lmhead.step import Streams, checked_arguments, checked_items
+from lmhead.step import Streams, checked_arguments, checked_items, differences
 
 if TYPE_CHECKING:
     from lmhead.head import RemoteHead
@@ -87,8 +87,8 @@ class Evaluation:
             self._streams = Streams(self.head.open_writer(arguments, outputs, want_grad, 0, self.worker, 0))
             self._key = key
         if key != self._key:
-            raise ValueError(f"the evaluation was opened for (recipe, dtype, outputs, gradient) {self._key} and now gets "
-                             f"{key}: open another one for it")
+            changed = differences(("recipe", "dtype", "outputs", "gradient of hidden"), self._key, key)
+            raise ValueError(f"the evaluation has a loss that differs from its first: {changed}. Open another one for it")
         return self._streams
 
     def __enter__(self) -> "Evaluation":

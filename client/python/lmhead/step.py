@@ -302,9 +302,10 @@ class Step:
         if key in self._streams:
             return self._streams[key]
         if len(self._streams) == self._num_recipes:
-            known = next(iter(self._streams))
-            raise InvalidArgument(f"step {self.number} has losses of {known} and now one of {key}: a step is opened with "
-                                  "num_recipes= as many as it has combinations of recipe, dtype and outputs")
+            changed = differences(("recipe", "dtype", "outputs", "gradient of hidden", "token_weights", "token_temperature",
+                                   "the teacher's dtype", "top k"), next(iter(self._streams)), key)
+            raise InvalidArgument(f"step {self.number} has a loss that differs from its first: {changed}. A step is opened with "
+                                  f"num_recipes= as many as it has such combinations, this one with {self._num_recipes}")
         worker = self._names(self.workers.name)[len(self._streams)]
         self._streams[key] = Streams(self.head.open_writer(arguments, outputs, want_grad, self.number, worker,
                                                             self.incarnation))
@@ -497,6 +498,11 @@ class Step:
             lost.restarted = False
             return lost
         return error
+
+
+def differences(names: Tuple[str, ...], first: Tuple[Any, ...], now: Tuple[Any, ...]) -> str:
+    """What a call has that an earlier one had not, in words."""
+    return ", ".join(f"{name} was {a} and is {b}" for name, a, b in zip(names, first, now) if a != b)
 
 
 def checked_items(num_items: Any, reduction: str) -> Optional[float]:
