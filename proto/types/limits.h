@@ -23,6 +23,9 @@ inline constexpr int64_t kClientChunkBytes = 4 * kMiB;
 inline constexpr int64_t kDefaultChunkBytesMax = 8 * kMiB;
 inline constexpr int64_t kChunkTokensMax = 16384;
 
+// Ranks of a server, over all replicas of its heads.
+inline constexpr int32_t kRanksMax = 1024;
+
 // Entries a token of top-k outputs and of top-k teachers.
 inline constexpr int32_t kTopKMax = 1024;
 

@@ -2,9 +2,10 @@
 
 #include "absl/flags/flag.h"
 
-ABSL_FLAG(std::string, address, "",
-          "Service to talk to, host:port or unix:/path. demo and lmhead-bench start one of their "
-          "own when empty.");
+ABSL_FLAG(
+    std::string, address, "",
+    "Service to talk to, host:port or unix:/path. When empty, demo and lmhead-bench start one "
+    "of their own, and estimate plans without one.");
 ABSL_FLAG(std::string, backend, "auto",
           "What computes: cpu, cuda, or auto for the GPU when there is one. (estimate: auto plans "
           "for the GPU.)");
@@ -23,11 +24,12 @@ ABSL_FLAG(int64_t, memory_limit_bytes, 0,
           "container has; estimate takes no bound.");
 ABSL_FLAG(int32_t, ranks, 0,
           "Ranks that the vocabulary rows of every head are split over, in each of --replicas a "
-          "part of them. 0: one a replica; of serve one for each of --devices.");
-ABSL_FLAG(int32_t, replicas, 1,
+          "part of them. 0: one a replica; of serve one for each of --devices; of estimate "
+          "--address as many as the service has.");
+ABSL_FLAG(std::optional<int32_t>, replicas, std::nullopt,
           "Replicas of every head that the ranks form, each with all of its rows on --ranks / "
           "--replicas ranks: batches are spread over them, gradients are summed at the end of the "
-          "step. Divides --ranks.");
+          "step. Divides --ranks. Default: 1; of estimate --address as many as the service has.");
 ABSL_FLAG(std::string, tls_ca_file, "",
           "PEM file of the certificate authorities that the service's certificate is checked "
           "against; switches TLS on.");

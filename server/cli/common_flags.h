@@ -1,10 +1,11 @@
 // Flags that more than one command has. Abseil's flags are one set for the whole executable, so
-// each is defined once; what a default of "" or 0 means is each command's own.
+// each is defined once; what a default of "" or 0, or none, means is each command's own.
 
 #ifndef LMHEAD_SERVER_CLI_COMMON_FLAGS_H_
 #define LMHEAD_SERVER_CLI_COMMON_FLAGS_H_
 
 #include <cstdint>
+#include <optional>
 #include <string>
 
 #include "absl/flags/declare.h"
@@ -18,7 +19,7 @@ ABSL_DECLARE_FLAG(int64_t, hidden);
 ABSL_DECLARE_FLAG(bool, json);
 ABSL_DECLARE_FLAG(int64_t, memory_limit_bytes);
 ABSL_DECLARE_FLAG(int32_t, ranks);
-ABSL_DECLARE_FLAG(int32_t, replicas);
+ABSL_DECLARE_FLAG(std::optional<int32_t>, replicas);
 ABSL_DECLARE_FLAG(std::string, tls_ca_file);
 ABSL_DECLARE_FLAG(std::string, tls_cert_file);
 ABSL_DECLARE_FLAG(std::string, tls_key_file);

@@ -125,7 +125,7 @@ absl::StatusOr<absl::Duration> SecondsFromFlag(const char* flag, double seconds)
 
 absl::Status ReadRankFlags(RankConfig* ranks) {
   ranks->num_ranks = absl::GetFlag(FLAGS_ranks);
-  ranks->num_replicas = absl::GetFlag(FLAGS_replicas);
+  ranks->num_replicas = absl::GetFlag(FLAGS_replicas).value_or(1);
   ranks->num_local = absl::GetFlag(FLAGS_local_ranks);
   absl::StatusOr<std::vector<int>> devices = ParseDevices(absl::GetFlag(FLAGS_devices));
   if (!devices.ok()) return devices.status();

@@ -20,7 +20,6 @@ inline constexpr int32_t kStagingSlotsMax = 4096;
 inline constexpr int64_t kChunkBytesMin = 4 * kKiB;
 inline constexpr int64_t kChunkBytesMax = 256 * kMiB;
 inline constexpr int32_t kInflightChunksMax = 4096;
-inline constexpr int32_t kRanksMax = 1024;
 inline constexpr int32_t kCheckpointKeepMax = 1'000'000;
 
 // Which backend computes. kAuto takes the GPU when the build and the machine have one.

@@ -58,12 +58,32 @@ v1::DenseLogits DenseLogitsToProto(const DenseLogits& dense) {
   return proto;
 }
 
-absl::Status CheckEstimateRequest(const v1::EstimateMemoryRequest& request, const HeadSpec& spec) {
-  if (request.num_ranks() < 0 || request.num_ranks() > spec.vocab_size) {
-    return absl::InvalidArgumentError(absl::StrCat("num_ranks is ", request.num_ranks(),
-                                                   ", wanted 0 to ", spec.vocab_size,
-                                                   ", the rows of the vocabulary"));
+// Replaces the server's ranks and replicas in `options` by those that the request states.
+absl::Status ReadRanks(const v1::EstimateMemoryRequest& request, PlanOptions* options) {
+  const int32_t stated_ranks = request.num_ranks();
+  const int32_t stated_replicas = request.num_replicas();
+  for (const auto& [field, stated] :
+       {std::pair<absl::string_view, int32_t>{"num_ranks", stated_ranks},
+        {"num_replicas", stated_replicas}}) {
+    if (stated >= 0 && stated <= kRanksMax) continue;
+    return absl::InvalidArgumentError(absl::StrCat(field, " is ", stated, ", wanted 1 to ",
+                                                   kRanksMax, ", or 0 for the server's"));
   }
+  const int32_t ranks =
+      stated_ranks == 0 ? options->num_ranks * options->num_replicas : stated_ranks;
+  const int32_t replicas = stated_replicas == 0 ? options->num_replicas : stated_replicas;
+  if (ranks % replicas != 0) {
+    const auto whose = [](int32_t stated) { return stated == 0 ? " (the server's)" : ""; };
+    return absl::InvalidArgumentError(
+        absl::StrCat("num_replicas is ", replicas, whose(stated_replicas),
+                     ", wanted a divisor of num_ranks, ", ranks, whose(stated_ranks)));
+  }
+  options->num_ranks = ranks / replicas;
+  options->num_replicas = replicas;
+  return absl::OkStatus();
+}
+
+absl::Status CheckNumTokens(const v1::EstimateMemoryRequest& request) {
   // With the largest vocabulary and all its buffers the bytes stay below 2^63.
   constexpr int64_t kTokensMax = int64_t{1} << 28;
   const int64_t sequences = request.num_sequences();
@@ -328,11 +348,12 @@ grpc::Status LmHeadServiceImpl::EstimateMemory(grpc::ServerContext* context,
                                                v1::EstimateMemoryResponse* response) {
   absl::StatusOr<HeadSpec> spec = HeadSpecFromProto(request->spec(), NameRule::kMayBeEmpty);
   if (!spec.ok()) return ToGrpcStatus(spec.status());
-  if (absl::Status status = CheckEstimateRequest(*request, *spec); !status.ok()) {
-    return ToGrpcStatus(status);
-  }
   PlanOptions options = env_.heads->plan_options();
-  options.num_ranks = std::max(request->num_ranks(), 1);
+  absl::Status status = ReadRanks(*request, &options);
+  if (status.ok()) status = CheckNumTokens(*request);
+  if (!status.ok()) return ToGrpcStatus(status);
+  response->set_num_ranks(options.num_ranks * options.num_replicas);
+  response->set_num_replicas(options.num_replicas);
   for (const Schedule schedule : SchedulesOf(*spec)) {
     *response->add_plans() = MemoryPlanToProto(PlanForSchedule(*spec, schedule, options));
   }

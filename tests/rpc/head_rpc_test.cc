@@ -2,8 +2,12 @@
 
 #include <gmock/gmock.h>
 
+#include <array>
 #include <cstring>
 
+#include "absl/strings/str_cat.h"
+#include "proto/wire/convert.h"
+#include "server/memory/memory_plan.h"
 #include "tests/rpc/rpc_fixture.h"
 #include "tests/util/paths.h"
 
@@ -195,6 +199,102 @@ TEST_F(HeadRpcTest, DeleteGivesTheMemoryBack) {
   EXPECT_EQ(info.heads_size(), 0);
   EXPECT_EQ(info.memory(0).live_bytes(), 0);
   EXPECT_EQ(info.memory(0).reserved_bytes(), 0);
+}
+
+// A server of two replicas, each of two ranks.
+class ReplicatedHeadRpcTest : public HeadRpcTest {
+ protected:
+  void SetUp() override {
+    ServerConfig config = Config();
+    config.ranks = {.num_ranks = 4, .num_replicas = 2};
+    Restart(config);
+  }
+
+  grpc::Status Estimate(int32_t num_ranks, int32_t num_replicas,
+                        v1::EstimateMemoryResponse* response) {
+    grpc::ClientContext context;
+    v1::EstimateMemoryRequest request;
+    *request.mutable_spec() = Spec();
+    request.set_num_ranks(num_ranks);
+    request.set_num_replicas(num_replicas);
+    return stub_->EstimateMemory(&context, request, response);
+  }
+};
+
+TEST_F(ReplicatedHeadRpcTest, InfoTellsTheReplicaOfEveryRank) {
+  grpc::ClientContext context;
+  v1::GetServerInfoResponse info;
+  ASSERT_TRUE(stub_->GetServerInfo(&context, {}, &info).ok());
+  ASSERT_EQ(info.devices_size(), 4);
+  for (int rank = 0; rank < 4; ++rank) {
+    EXPECT_EQ(info.devices(rank).rank(), rank);
+    EXPECT_EQ(info.devices(rank).replica(), rank / 2);
+  }
+}
+
+// What is not stated is the server's, so that an estimate is what the head will have.
+TEST_F(ReplicatedHeadRpcTest, EstimateIsForTheServersRanksUnlessOthersAreStated) {
+  v1::EstimateMemoryResponse response;
+  ASSERT_TRUE(Estimate(0, 0, &response).ok());
+  EXPECT_EQ(response.num_ranks(), 4);
+  EXPECT_EQ(response.num_replicas(), 2);
+  v1::HeadSpec spec = Spec();
+  spec.set_schedule(response.chosen_schedule());
+  v1::CreateHeadResponse created;
+  ASSERT_TRUE(Create(spec, &created).ok());
+  EXPECT_EQ(response.plans(0).SerializeAsString(),
+            created.head().memory_plan().SerializeAsString());
+
+  HeadSpec domain = *HeadSpecFromProto(Spec());
+  for (const auto& [ranks, replicas, ranks_a_replica, all_replicas] :
+       std::vector<std::array<int32_t, 4>>{{4, 2, 2, 2},
+                                           {0, 4, 1, 4},
+                                           {0, 1, 4, 1},
+                                           {6, 0, 3, 2},
+                                           {1, 1, 1, 1},
+                                           {9, 3, 3, 3},
+                                           {1024, 1024, 1, 1024}}) {
+    SCOPED_TRACE(absl::StrCat(ranks, " ranks, ", replicas, " replicas"));
+    const grpc::Status status = Estimate(ranks, replicas, &response);
+    ASSERT_TRUE(status.ok()) << status.error_message();
+    EXPECT_EQ(response.num_ranks(), ranks_a_replica * all_replicas);
+    EXPECT_EQ(response.num_replicas(), all_replicas);
+    ASSERT_EQ(response.plans_size(), 2);
+    for (const v1::MemoryPlan& plan : response.plans()) {
+      const MemoryPlan want = PlanForSchedule(
+          domain, static_cast<Schedule>(plan.schedule()),
+          {.backend = TestBackend() == "cuda" ? BackendKind::kCuda : BackendKind::kCpu,
+           .num_ranks = ranks_a_replica,
+           .num_replicas = all_replicas,
+           .batch_tokens = Config().batch_tokens});
+      EXPECT_EQ(plan.total_bytes(), want.TotalBytes());
+      for (const v1::CategoryBytes& category : plan.categories()) {
+        EXPECT_EQ(category.bytes(), want.bytes[category.category() - 1]);
+      }
+    }
+  }
+}
+
+TEST_F(ReplicatedHeadRpcTest, EstimateNamesRanksAndReplicasThatDoNotFit) {
+  struct Bad {
+    int32_t num_ranks, num_replicas;
+    const char* words;
+  };
+  for (const Bad& bad :
+       {Bad{3, 2, "num_replicas is 2, wanted a divisor of num_ranks, 3"},
+        Bad{0, 3, "num_replicas is 3, wanted a divisor of num_ranks, 4 (the server's)"},
+        Bad{3, 0, "num_replicas is 2 (the server's), wanted a divisor of num_ranks, 3"},
+        Bad{2, 4, "num_replicas is 4, wanted a divisor of num_ranks, 2"},
+        Bad{-1, 0, "num_ranks is -1, wanted 1 to 1024, or 0 for the server's"},
+        Bad{1025, 1, "num_ranks is 1025, wanted 1 to 1024"},
+        Bad{0, -2, "num_replicas is -2, wanted 1 to 1024"},
+        Bad{INT32_MAX, INT32_MAX, "num_ranks is 2147483647"},
+        Bad{4, INT32_MIN, "num_replicas is -2147483648"}}) {
+    v1::EstimateMemoryResponse response;
+    const grpc::Status status = Estimate(bad.num_ranks, bad.num_replicas, &response);
+    EXPECT_EQ(status.error_code(), grpc::StatusCode::INVALID_ARGUMENT) << bad.words;
+    EXPECT_THAT(status.error_message(), HasSubstr(bad.words));
+  }
 }
 
 TEST_F(HeadRpcTest, EstimateNeedsNoHeadAndAllocatesNothing) {
