@@ -5,6 +5,7 @@
 
 #include <functional>
 #include <string>
+#include <utility>
 
 namespace lmhead {
 namespace {
@@ -33,6 +34,34 @@ INSTANTIATE_TEST_SUITE_P(
     All, BadConfigTest,
     ::testing::Values(
         BadConfig{"NoAddress", [](ServerConfig* c) { c->listen = ""; }, "--listen"},
+        BadConfig{"NoPort", [](ServerConfig* c) { c->listen = "127.0.0.1"; },
+                  "--listen: got '127.0.0.1', which has no port"},
+        BadConfig{"LargePort", [](ServerConfig* c) { c->listen = "127.0.0.1:99999"; },
+                  "--listen: got '127.0.0.1:99999', wanted host:port with a port of 0 to 65535"},
+        BadConfig{"NamedPort", [](ServerConfig* c) { c->health_listen = "127.0.0.1:http"; },
+                  "--health_listen: got '127.0.0.1:http'"},
+        BadConfig{"NegativePort", [](ServerConfig* c) { c->listen = "127.0.0.1:-1"; },
+                  "--listen: got '127.0.0.1:-1'"},
+        BadConfig{"SocketWithoutAPath", [](ServerConfig* c) { c->listen = "unix:"; },
+                  "--listen: got 'unix:', wanted unix:/path"},
+        BadConfig{"SocketWithALongPath",
+                  [](ServerConfig* c) { c->listen = "unix:/" + std::string(107, 'a'); },
+                  "wanted unix:/path with 1 to 107 characters"},
+        BadConfig{"MetricsAtASocket", [](ServerConfig* c) { c->metrics_listen = "unix:/run/m"; },
+                  "--metrics_listen: got 'unix:/run/m', wanted host:port"},
+        BadConfig{"FollowersAtASocket",
+                  [](ServerConfig* c) {
+                    c->ranks.num_ranks = 2;
+                    c->ranks.num_local = 1;
+                    c->ranks.group_listen = "unix:/run/g";
+                  },
+                  "--group_listen: got 'unix:/run/g', wanted host:port"},
+        BadConfig{"GpusForTheCpu",
+                  [](ServerConfig* c) {
+                    c->backend = BackendChoice::kCpu;
+                    c->ranks.devices = {0, 1};
+                  },
+                  "--devices: got 0,1, but --backend=cpu"},
         BadConfig{"NegativeMemory", [](ServerConfig* c) { c->memory_limit_bytes = -1; },
                   "--memory_limit_bytes: got -1, wanted 0"},
         BadConfig{"NoSlots", [](ServerConfig* c) { c->staging_slots = 0; },
@@ -54,6 +83,28 @@ INSTANTIATE_TEST_SUITE_P(
         BadConfig{"NegativeBatch", [](ServerConfig* c) { c->batch_tokens = -5; }, "--batch_tokens"},
         BadConfig{"NegativeRanks", [](ServerConfig* c) { c->ranks.num_ranks = -1; },
                   "--ranks: got -1, wanted 0 to"},
+        BadConfig{"NoReplica", [](ServerConfig* c) { c->ranks.num_replicas = 0; },
+                  "--replicas: got 0, wanted 1 to 1024"},
+        BadConfig{"TooManyReplicas", [](ServerConfig* c) { c->ranks.num_replicas = kRanksMax + 1; },
+                  "--replicas: got 1025, wanted 1 to 1024"},
+        BadConfig{"ReplicasThatDoNotDivideTheRanks",
+                  [](ServerConfig* c) {
+                    c->ranks.num_ranks = 4;
+                    c->ranks.num_replicas = 3;
+                  },
+                  "--replicas: got 3, which does not divide the 4 ranks of --ranks or --devices"},
+        BadConfig{"MoreReplicasThanRanks",
+                  [](ServerConfig* c) {
+                    c->ranks.num_ranks = 2;
+                    c->ranks.num_replicas = 4;
+                  },
+                  "--replicas: got 4, which does not divide the 2 ranks"},
+        BadConfig{"ReplicasThatDoNotDivideTheDevices",
+                  [](ServerConfig* c) {
+                    c->ranks.devices = {0, 1, 2};
+                    c->ranks.num_replicas = 2;
+                  },
+                  "--replicas: got 2, which does not divide the 3 ranks"},
         BadConfig{"MoreLocalRanks",
                   [](ServerConfig* c) {
                     c->ranks.num_ranks = 2;
@@ -106,6 +157,29 @@ TEST(ServerConfig, RanksByDevices) {
   ranks = {.num_ranks = 4, .num_local = 2, .group_listen = "10.0.0.1:50060"};
   FillRankDefaults(&ranks);
   EXPECT_EQ(ranks.collective_host, "10.0.0.1");
+}
+
+TEST(ServerConfig, ReplicasThatDivideTheRanksAreTaken) {
+  for (const auto& [num_ranks, num_replicas] :
+       {std::pair(1, 1), {2, 2}, {4, 2}, {6, 3}, {kRanksMax, kRanksMax}}) {
+    ServerConfig config;
+    config.ranks = {.num_ranks = num_ranks, .num_replicas = num_replicas};
+    EXPECT_TRUE(ValidateServerConfig(config).ok()) << ValidateServerConfig(config);
+  }
+}
+
+// A rank each, unless devices or followers say otherwise.
+TEST(ServerConfig, ReplicasAloneHaveARankEach) {
+  RankConfig ranks = {.num_replicas = 3};
+  FillRankDefaults(&ranks);
+  EXPECT_EQ(ranks.num_ranks, 3);
+  EXPECT_EQ(ranks.num_local, 3);
+  ranks = {.num_replicas = 2, .devices = {0, 1, 2, 3}};
+  FillRankDefaults(&ranks);
+  EXPECT_EQ(ranks.num_ranks, 4);
+  ServerConfig config;
+  config.ranks = {.num_replicas = 3};
+  EXPECT_TRUE(ValidateServerConfig(config).ok());
 }
 
 TEST(ServerConfig, BackendByName) {
