@@ -55,6 +55,13 @@ absl::Status CheckClassWeights(const v1::LossRecipe& proto, int64_t vocab_size) 
   return absl::OkStatus();
 }
 
+// 0 is a default of 1.
+absl::Status CheckTemperature(std::string_view field, float value) {
+  if (value == 0.0f || IsTemperature(value)) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrFormat("%s is %g, want %g to %g, or 0 for 1", field,
+                                                    value, kTemperatureMin, kTemperatureMax));
+}
+
 // Options of the cross entropy, where there is none.
 absl::Status CheckNoCrossEntropyOptions(const v1::LossRecipe& proto, std::string_view why_not) {
   return FirstError({CheckUnset("recipe.label_smoothing", proto.label_smoothing() != 0.0f, why_not),
@@ -126,8 +133,7 @@ absl::Status CheckDistillation(const v1::LossRecipe& recipe) {
   const float beta = proto.jsd_beta();
   return FirstError(
       {CheckEnums(proto), is_topk ? CheckTopkTeacher(proto) : CheckTeacherHead(proto),
-       CheckNumber("recipe.distillation.kl_temperature", proto.kl_temperature(),
-                   proto.kl_temperature() >= 0.0f, "> 0, or 0 for 1"),
+       CheckTemperature("recipe.distillation.kl_temperature", proto.kl_temperature()),
        CheckNumber("recipe.distillation.jsd_beta", beta, beta >= 0.0f && beta <= 1.0f, "in [0, 1]"),
        CheckUnset("recipe.distillation.jsd_beta", beta != 0.0f && !is_jsd,
                   "only DIVERGENCE_JSD has it"),
@@ -263,7 +269,7 @@ absl::StatusOr<LossRecipe> LossRecipeFromProto(const v1::LossRecipe& proto, int6
   if (absl::Status status =
           FirstError({CheckFraction("recipe.label_smoothing", recipe.label_smoothing),
                       CheckNotNegative("recipe.z_loss", recipe.z_loss),
-                      CheckPositive("recipe.temperature", recipe.temperature),
+                      CheckTemperature("recipe.temperature", proto.temperature()),
                       CheckClassWeights(proto, vocab_size)});
       !status.ok()) {
     return status;

@@ -188,14 +188,13 @@ absl::Status CheckTokenOptions(const std::string& where, const LossRecipe& recip
                     chunk.num_tokens),
         CheckFinite(where, "token_weights", chunk.token_weights, {}, 0),
         CheckLength(where, "token_temperature", chunk.token_temperature.size(),
-                    recipe.per_token_temperature, chunk.num_tokens),
-        CheckFinite(where, "token_temperature", chunk.token_temperature, {}, 0)}) {
+                    recipe.per_token_temperature, chunk.num_tokens)}) {
     if (!status.ok()) return status;
   }
   for (size_t i = 0; i < chunk.token_temperature.size(); ++i) {
-    if (chunk.token_temperature[i] > 0.0f) continue;
+    if (IsTemperature(chunk.token_temperature[i])) continue;
     return Wrong(where, "token_temperature of row ", i, " is ", chunk.token_temperature[i],
-                 ", wanted more than 0");
+                 ", wanted ", kTemperatureMin, " to ", kTemperatureMax);
   }
   return absl::OkStatus();
 }

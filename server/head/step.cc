@@ -1,6 +1,7 @@
 #include "server/head/step.h"
 
 #include <algorithm>
+#include <cmath>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -501,6 +502,13 @@ absl::StatusOr<std::optional<CommittedStep>> Step::CheckCommit(
         sums_.num_nonfinite_rows, " rows of ", Name(),
         " had a NaN or an infinity in their hidden states and were left out of the gradient; abort "
         "the step, or commit it with allow_nonfinite_rows"));
+  }
+  if (!std::isfinite(prepared_->grad_squared_norm)) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("the squared gradient of ", Name(), " sums to ", prepared_->grad_squared_norm,
+                     ", wanted a finite number: the update would turn weights into NaN; abort the "
+                     "step, and look for infinite losses, NaN in the weight and a grad_scale that "
+                     "is too large"));
   }
   return std::nullopt;
 }

@@ -37,6 +37,7 @@ struct Chunk {
   std::vector<float> reference{-1.0f, -2.0f};
   std::vector<int32_t> ids{0, 4, 9, 9, 4, 0};
   std::vector<float> logprobs{-1.0f, -2.0f, -kInfinity, -0.5f, -3.0f, -4.0f};
+  std::vector<float> temperature{0.5f, 2.0f};
   float grad_scale = 1.0f;
 };
 
@@ -46,6 +47,12 @@ struct Stream {
 };
 
 Stream CrossEntropy() { return {}; }
+
+Stream Tempered() {
+  Stream stream;
+  stream.spec.recipe.per_token_temperature = true;
+  return stream;
+}
 
 Stream Distillation() {
   Stream stream;
@@ -107,6 +114,7 @@ ArrivedChunk View(const Stream& stream, Chunk& chunk) {
   if (stream.spec.side() == StreamSide::kTeacher) return view;
   view.hidden_states = chunk.hidden;
   view.targets = chunk.targets;
+  if (recipe.per_token_temperature) view.token_temperature = chunk.temperature;
   if (recipe.teacher_top_k() > 0) {
     view.teacher_topk_ids = chunk.ids;
     view.teacher_topk_logprobs = chunk.logprobs;
@@ -198,6 +206,12 @@ TEST(CheckChunk, RefusesValuesThatNoLossIsDefinedFor) {
   const Case cases[] = {
       {"target of row 1 is 10", CrossEntropy, [](Chunk* c) { c->targets[1] = 10; }},
       {"grad_scale is nan", CrossEntropy, [](Chunk* c) { c->grad_scale = kNan; }},
+      {"token_temperature of row 0 is 0, wanted 1e-06 to 1e+06", Tempered,
+       [](Chunk* c) { c->temperature[0] = 0.0f; }},
+      {"token_temperature of row 1 is nan", Tempered, [](Chunk* c) { c->temperature[1] = kNan; }},
+      {"token_temperature of row 1 is 1e-07", Tempered,
+       [](Chunk* c) { c->temperature[1] = 1e-7f; }},
+      {"token_temperature of row 1 is 1e+07", Tempered, [](Chunk* c) { c->temperature[1] = 1e7f; }},
       {"carries grad_scale", Teacher, [](Chunk* c) { c->grad_scale = 2.0f; }},
       {"logprob_grad of row 0 is nan", Coefficients, [](Chunk* c) { c->logprob_grad[0] = kNan; }},
       {"entropy_grad of row 1 is inf", Coefficients,

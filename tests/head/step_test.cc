@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <limits>
 #include <string>
 #include <thread>
 #include <vector>
@@ -278,6 +279,19 @@ TEST_F(StepTest, NonfiniteRowsNeedPermission) {
   EXPECT_THAT(Message(status), HasSubstr("2 rows"));
   EXPECT_THAT(Message(status), HasSubstr("allow_nonfinite_rows"));
   EXPECT_TRUE(step_.CheckCommit({.allow_nonfinite_rows = true}).ok());
+}
+
+TEST_F(StepTest, AGradientThatIsNotFiniteIsNotCommitted) {
+  FeedAll();
+  step_.Prepare(std::numeric_limits<double>::quiet_NaN());
+  for (const bool allow : {false, true}) {
+    const absl::Status status = step_.CheckCommit({.allow_nonfinite_rows = allow}).status();
+    EXPECT_TRUE(absl::IsFailedPrecondition(status));
+    EXPECT_THAT(Message(status),
+                HasSubstr("the squared gradient of step 7 of head lm sums to nan"));
+    EXPECT_THAT(Message(status), HasSubstr("abort the step"));
+  }
+  EXPECT_TRUE(*step_.Abort("NaN"));
 }
 
 // --- Abort ---
