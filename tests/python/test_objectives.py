@@ -76,6 +76,43 @@ class DistillationTest(ServiceTest):
 
         self.check(lmhead.Distillation(), renormalised, teacher_topk_ids=ids, teacher_topk_logprobs=values)
 
+    def test_top_k_tensors_that_do_not_fit_are_refused(self):
+        hidden, labels = self.data(3)
+        recipe = lmhead.Recipe(distillation=lmhead.Distillation())
+
+        def refused(error, says, ids, logprobs):
+            with self.assertRaisesRegex(error, says):
+                self.student.loss(hidden.detach(), labels, recipe=recipe, teacher_topk_ids=ids,
+                                  teacher_topk_logprobs=logprobs)
+
+        ids = torch.tensor([[0, 1]] * 3)
+        for columns in (1, 3):  # Read as two, the library would go past the end, or take other rows' numbers.
+            refused(ValueError, "want as many in both", ids, torch.full((3, columns), -2.0))
+        refused(ValueError, "want integers", ids.float(), torch.full((3, 2), -2.0))
+        refused(lmhead.InvalidArgument, "topk_ids of row 0", ids + 2 ** 32, torch.full((3, 2), -2.0))
+
+    def test_rows_of_a_gradient_are_not_taken_for_others(self):
+        with self.student.step() as step:
+            with self.assertRaisesRegex(lmhead.InvalidArgument, "row"):
+                step.accumulate_weight_gradient(torch.ones(2, 24), torch.tensor([1, 2 ** 32]))
+            self.assertEqual(float(self.student.read_grad_weight().abs().max()), 0.0)
+            step.abort()
+
+    def test_numbers_that_are_none_are_named(self):
+        hidden, labels = self.data(3)
+        for value in (float("nan"), float("inf"), 1e-9):
+            with self.assertRaisesRegex(lmhead.InvalidArgument, "recipe.temperature is .*, want 1e-06 to 1e[+]06"):
+                self.student.loss(hidden.detach(), labels, recipe=lmhead.Recipe(temperature=value))
+
+    def test_a_weight_of_zero_leaves_an_infinite_loss_out(self):
+        head = self.create(vocab_size=5, bias=True)
+        head.load_bias(torch.tensor([0.0, float("-inf"), 0.0, 0.0, 0.0]))
+        hidden, labels = torch.randn(3, 24), torch.tensor([1, 2, 1])
+        losses = head.loss(hidden, labels, token_weights=torch.tensor([0.0, 2.0, 1.0]), reduction="none")
+        self.assertEqual(float(losses[0]), 0.0)
+        self.assertTrue(torch.isfinite(losses[1]))
+        self.assertEqual(float(losses[2]), float("inf"))
+
     def test_the_top_k_of_a_head(self):
         hidden, _ = self.data(2, 5)
         ids, logprobs = self.student.topk(hidden, 4)

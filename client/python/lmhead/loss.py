@@ -94,8 +94,11 @@ def gather(hidden: torch.Tensor, labels: torch.Tensor, recipe: Recipe, shift: bo
         _staging.check_tensor(tensor, name)
         if tuple(tensor.shape[:-1]) != leading:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}, want {leading} and top_k")
-        dtype = torch.int32 if name == "teacher_topk_ids" else torch.float32
-        inputs[name] = tensor.detach().to(dtype).reshape(-1, tensor.shape[-1])
+        values = narrow_ids(tensor.detach(), name) if name == "teacher_topk_ids" else tensor.detach().to(torch.float32)
+        inputs[name] = values.reshape(-1, tensor.shape[-1])
+    columns = {name: inputs[name].shape[-1] for name in topk if name in inputs}
+    if len(set(columns.values())) > 1:
+        raise ValueError(f"the top-k teacher's tensors have {columns} columns, want as many in both")
     rows = inputs["hidden"]
     return Arguments(leading, hidden.device, hidden.dtype, rows.shape[0], rows.shape[1], inputs, recipe)
 
@@ -105,6 +108,19 @@ def _int32(targets: torch.Tensor) -> torch.Tensor:
     if not torch.equal(narrow.to(torch.int64), targets):
         raise ValueError("labels has ids that 32 bits do not hold")
     return narrow
+
+
+def narrow_ids(ids: torch.Tensor, name: str) -> torch.Tensor:
+    """As int32, without waiting for the device: what 32 bits do not hold becomes an id that the service refuses."""
+    if ids.is_floating_point() or ids.dtype == torch.bool:
+        raise ValueError(f"{name} is {ids.dtype}, want integers")
+    limits = torch.iinfo(torch.int32)
+    return ids.to(torch.int64).clamp(limits.min, limits.max).to(torch.int32)
+
+
+def _times(loss: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """As the service weighs: a factor of 0 leaves even an infinite loss out."""
+    return torch.where(factor == 0, torch.zeros_like(loss), loss * factor)
 
 
 class Call:
@@ -197,7 +213,7 @@ class Call:
         if self.reduction == "none":
             loss = self.results["token_loss"]
             if "token_weights" in self.arguments.inputs:
-                loss = loss * self.arguments.inputs["token_weights"].to(loss.device).reshape(loss.shape)
+                loss = _times(loss, self.arguments.inputs["token_weights"].to(loss.device).reshape(loss.shape))
             return loss * self.scale if self.scale != 1.0 else loss
         return torch.full((), self.counted().loss_sum * self.scale, dtype=torch.float32, device=self.arguments.device)
 

@@ -17,7 +17,7 @@ from lmhead.errors import (Aborted, Cancelled, DeadlineExceeded, Error, FailedPr
                            NotFound, StepLost, Unavailable)
 from lmhead.logprobs import Logprobs, differentiable_logprobs
 from lmhead.loss import (REDUCTIONS, TOKEN_INPUTS, TOPK_INPUTS, Arguments, Call, LossFuture, UpstreamLedger, gather,
-                         shift_left)
+                         narrow_ids, shift_left)
 from lmhead.recipe import IGNORE_INDEX, Recipe
 from lmhead.workers import Workers
 
@@ -331,7 +331,7 @@ class Step:
         """
         self._require("open", "accumulate_weight_gradient")
         data = rows.detach().to("cpu", torch.float32).contiguous()
-        ids = None if row_ids is None else row_ids.detach().to("cpu", torch.int32).contiguous()
+        ids = None if row_ids is None else narrow_ids(row_ids.detach().cpu(), "row_ids").contiguous()
         if data.dim() != 2 or (ids is not None and tuple(ids.shape) != (data.shape[0],)):
             raise ValueError(f"rows has shape {tuple(data.shape)} and row_ids "
                              f"{None if ids is None else tuple(ids.shape)}, want [n, hidden_size] and [n]")
