@@ -22,7 +22,9 @@ __device__ __forceinline__ float LogMixtureOverP(float d, float beta) {
   if constexpr (sizeof(T) == 2) {
     return __logf(fmaf(beta, __expf(limited), 1.0f - beta));
   } else {
-    return log1pf(beta * expm1f(limited));
+    // Where q has nearly all of m and is little there, 1 + x would cancel: its parts are positive.
+    const float x = beta * expm1f(limited);
+    return x > -0.5f ? log1pf(x) : logf(fmaf(beta, expf(limited), 1.0f - beta));
   }
 }
 

@@ -182,6 +182,28 @@ TEST_P(BackendConformance, AnEqualTeacherCostsNothing) {
   }
 }
 
+// Of one distribution nearly alone, the other far away at most ids: next to nothing, and finite.
+TEST_P(BackendConformance, MixturesOfNearlyOneSide) {
+  HeadSpec spec = Spec({0, 16, 1031});
+  spec.has_bias = true;
+  spec.teacher_hidden_size = 8;
+  for (const float beta : {1e-9f, 1e-6f, 0.999999f, 0.99999994f}) {
+    SCOPED_TRACE(beta);
+    const auto rig = MakeRig(spec);
+    AddTeacher(rig.get(), spec.vocab_size);
+    rig->Write(TensorKind::kBias, Normals(spec.vocab_size, 20.0f));
+    LossRecipe recipe = Distilling(Divergence::kJsd, GetParam().hidden_dtype);
+    recipe.distillation->jsd_beta = beta;
+    const ChunkData chunk = MakeChunk(rig.get(), recipe, 9);
+    const ChunkAnswer answer = rig->Run(recipe, {chunk})[0];
+    const reference::Result want = rig->Expected(recipe, chunk);
+    for (size_t row = 0; row < want.token_loss.size(); ++row) {
+      EXPECT_NEAR(answer.token_loss[row], want.token_loss[row], 1e-4) << row;
+    }
+    for (const float grad : answer.grad_hidden_states) ASSERT_TRUE(std::isfinite(grad));
+  }
+}
+
 // 0 times infinity is 0 on both sides; what is infinite by definition is so, and no gradient is
 // NaN.
 TEST_P(BackendConformance, MaskedTokensOfStudentAndTeacher) {
