@@ -275,14 +275,22 @@ absl::StatusOr<CommittedStep> Head::CommitStep(uint64_t number, uint64_t incarna
 
 absl::StatusOr<CommittedStep> Head::ApplyCommit(Step& step, const CommitParameters& parameters) {
   CommittedStep result = {.step = step.number()};
-  if (spec_.trainable) {
+  if (!spec_.trainable) {
+    if (absl::Status status = step.StartCommit(); !status.ok()) return status;
+  } else {
+    absl::Status started;
     absl::Status status = RunOnBackend([&](ComputeBackend& backend) {
+      // Here, where every batch before it has been booked.
+      started = step.StartCommit();
+      if (!started.ok()) return started;
       absl::Status applied = backend.ApplyUpdate({.learning_rate = parameters.learning_rate,
                                                   .grad_multiplier = parameters.grad_multiplier});
       result.num_updates = static_cast<uint64_t>(backend.num_updates());
       return applied;
     });
+    if (!started.ok()) return started;
     if (!status.ok()) {
+      step.CommitFailed();
       return Poison(absl::Status(status.code(), absl::StrCat("the update of step ", step.number(),
                                                              " failed: ", status.message())));
     }

@@ -132,7 +132,8 @@ class Head : public std::enable_shared_from_this<Head> {
   std::optional<std::string> AbortOverdueStep(absl::Time now, const StepLimits& limits);
 
   // Ends the open step for its streams and callers, with the reason, and leaves its gradient: for a
-  // process that is about to end. Never waits. Returns the step; 0 when none is open.
+  // process that is about to end. Never waits. Returns the step; 0 when none is open, or when the
+  // optimizer is being applied: that commit counts.
   uint64_t AbandonStep(const std::string& reason);
 
   // The workers of a step that is open, or was committed or aborted last; none of any other.

@@ -100,12 +100,24 @@ absl::Status HeadRegistry::Delete(const std::string& name, bool force) {
         absl::StrCat("head ", name, ": step ", status.open_step,
                      " is open; commit or abort it, or delete the head with force"));
   }
-  if (absl::Status taught = (*found)->StopTeaching(force); !taught.ok()) return taught;
+  return TakeOut(*found, force);
+}
+
+absl::Status HeadRegistry::Delete(const Head& head) {
+  absl::MutexLock change(&change_mu_);
+  absl::StatusOr<std::shared_ptr<Head>> found = Find(head.spec().name);
+  if (!found.ok() || found->get() != &head) return absl::OkStatus();
+  return TakeOut(*found, /*force=*/true);
+}
+
+absl::Status HeadRegistry::TakeOut(const std::shared_ptr<Head>& head, bool force) {
+  const std::string& name = head->spec().name;
+  if (absl::Status taught = head->StopTeaching(force); !taught.ok()) return taught;
   {
     absl::MutexLock lock(&mu_);
     heads_.erase(heads_.find(name));
   }
-  (*found)->Close();
+  head->Close();
   budget_->Release(name);
   spdlog::info("head {}: deleted", name);
   return absl::OkStatus();

@@ -49,11 +49,18 @@ class HeadRegistry {
   // and those streams are aborted. An open step of a poisoned head needs no force.
   absl::Status Delete(const std::string& name, bool force);
 
+  // The same, forced, of this head alone: a head that has taken its place meanwhile stays. OK when
+  // it is out already.
+  absl::Status Delete(const Head& head);
+
   // Free bytes of the budget, and what plans are made with.
   int64_t available_bytes() const { return budget_->available_bytes(); }
   const PlanOptions& plan_options() const { return plan_options_; }
 
  private:
+  absl::Status TakeOut(const std::shared_ptr<Head>& head, bool force)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(change_mu_);
+
   MemoryBudget* const budget_;
   const PlanOptions plan_options_;
   const BackendFactory make_backend_;

@@ -463,8 +463,10 @@ absl::Status Step::AwaitComplete(absl::Time deadline, absl::FunctionRef<bool()> 
   return failure_;
 }
 
-PreparedStep Step::Prepare(double grad_squared_norm) {
+absl::StatusOr<PreparedStep> Step::Prepare(double grad_squared_norm) {
   absl::MutexLock lock(&mu_);
+  if (state_ == StepState::kAborted) return abort_status_;
+  if (!failure_.ok()) return failure_;
   PreparedStep result = {.sums = sums_, .grad_squared_norm = grad_squared_norm};
   for (const auto& [name, worker] : ledger_) result.num_chunks += worker.num_accumulated;
   prepared_ = result;
@@ -513,6 +515,19 @@ absl::StatusOr<std::optional<CommittedStep>> Step::CheckCommit(
   return std::nullopt;
 }
 
+absl::Status Step::StartCommit() {
+  absl::MutexLock lock(&mu_);
+  if (state_ == StepState::kAborted) return abort_status_;
+  if (!failure_.ok()) return failure_;
+  committing_ = true;
+  return absl::OkStatus();
+}
+
+void Step::CommitFailed() {
+  absl::MutexLock lock(&mu_);
+  committing_ = false;
+}
+
 void Step::Commit(const CommitParameters& parameters, const CommittedStep& result) {
   absl::MutexLock lock(&mu_);
   committed_ = {parameters, result};
@@ -525,9 +540,10 @@ absl::StatusOr<bool> Step::Abort(const std::string& reason) {
   {
     absl::MutexLock lock(&mu_);
     if (state_ == StepState::kAborted) return false;
-    if (state_ == StepState::kCommitted) {
-      return absl::FailedPreconditionError(
-          absl::StrCat(Name(), " is committed and cannot be aborted"));
+    if (state_ == StepState::kCommitted || committing_) {
+      return absl::FailedPreconditionError(absl::StrCat(
+          Name(), state_ == StepState::kCommitted ? " is committed" : " is being committed",
+          " and cannot be aborted"));
     }
     state_ = StepState::kAborted;
     abort_status_ = absl::AbortedError(

@@ -164,8 +164,9 @@ class Step {
   // Sums over all chunks counted.
   LossSums sums() const;
 
-  // open -> prepared. REQUIRES: complete, state open.
-  PreparedStep Prepare(double grad_squared_norm);
+  // open -> prepared. ABORTED when the step has been aborted or poisoned since it was found
+  // complete. REQUIRES: complete, and not prepared yet.
+  absl::StatusOr<PreparedStep> Prepare(double grad_squared_norm);
 
   // The stored result; nothing before Prepare.
   std::optional<PreparedStep> prepared() const;
@@ -176,11 +177,19 @@ class Step {
   absl::StatusOr<std::optional<CommittedStep>> CheckCommit(
       const CommitParameters& parameters) const;
 
-  // prepared -> committed. REQUIRES: state prepared.
+  // The optimizer is about to be applied: until CommitFailed(), Abort() is refused. ABORTED when
+  // the step has been aborted or poisoned since CheckCommit(). REQUIRES: CheckCommit() said that it
+  // may be applied.
+  absl::Status StartCommit();
+
+  // prepared -> committed. REQUIRES: StartCommit() was OK.
   void Commit(const CommitParameters& parameters, const CommittedStep& result);
 
+  // The optimizer was not applied, or not everywhere. REQUIRES: as above.
+  void CommitFailed();
+
   // open or prepared -> aborted, and tells streams and waiting AwaitComplete calls. False when the
-  // step was aborted already. FAILED_PRECONDITION when it is committed.
+  // step was aborted already. FAILED_PRECONDITION when it is committed, or is being.
   absl::StatusOr<bool> Abort(const std::string& reason);
 
   // --- Signs of life ---
@@ -261,6 +270,7 @@ class Step {
   absl::Time last_call_ ABSL_GUARDED_BY(mu_);  // About the step as a whole.
   LossSums sums_ ABSL_GUARDED_BY(mu_);
   std::optional<PreparedStep> prepared_ ABSL_GUARDED_BY(mu_);
+  bool committing_ ABSL_GUARDED_BY(mu_) = false;
   std::optional<std::pair<CommitParameters, CommittedStep>> committed_ ABSL_GUARDED_BY(mu_);
   std::map<StreamKey, AbortListener> streams_ ABSL_GUARDED_BY(mu_);
 };

@@ -27,7 +27,8 @@ absl::StatusOr<std::shared_ptr<Head>> RestoreHead(HeadRegistry* heads, Checkpoin
   if (head.ok()) {
     const absl::Status state = (*head)->CheckState();
     if (absl::IsAborted(state)) {
-      absl::Status deleted = heads->Delete(name, /*force=*/true);
+      // This one alone: another restore may have put a sound head in its place by now.
+      absl::Status deleted = heads->Delete(**head);
       if (!deleted.ok()) return deleted;
       head = absl::NotFoundError(name);
     } else if (!state.ok()) {

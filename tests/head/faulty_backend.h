@@ -23,6 +23,8 @@ struct Faults {
   std::atomic<bool> discard{false};
   std::atomic<int> num_discards{0};
   std::function<void()> before_batch;  // Set before the first chunk.
+  std::function<void()> in_norm;       // Set before PrepareStep.
+  std::function<void()> in_update;     // Set before CommitStep.
 };
 
 class FaultyBackend : public ForwardingBackend {
@@ -36,10 +38,12 @@ class FaultyBackend : public ForwardingBackend {
     ForwardingBackend::ComputeBatch(input, std::move(done));
   }
   absl::StatusOr<double> GradSquaredNorm() override {
+    if (faults_->in_norm) faults_->in_norm();
     if (faults_->norm) return absl::InternalError("norm failed");
     return ForwardingBackend::GradSquaredNorm();
   }
   absl::Status ApplyUpdate(const OptimizerUpdate& update) override {
+    if (faults_->in_update) faults_->in_update();
     if (faults_->update) return absl::InternalError("update failed");
     return ForwardingBackend::ApplyUpdate(update);
   }

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "absl/synchronization/notification.h"
+#include "absl/time/clock.h"
 #include "server/compute/cpu_backend.h"
 #include "server/head/head_registry.h"
 #include "server/head/head_stream.h"
@@ -198,6 +199,67 @@ TEST_F(HeadTest, FailedNormPoisonsTheStep) {
   faults_.norm = false;
   EXPECT_TRUE(absl::IsAborted(Prepare(1).status()));
   EXPECT_TRUE(*Abort(1));
+}
+
+// A server that stops abandons steps without waiting for the calls that are under way.
+TEST_F(HeadTest, StepAbandonedWhileItIsPreparedStaysAborted) {
+  ASSERT_TRUE(Begin(1).ok());
+  ASSERT_TRUE(Feed(1).ok());
+  uint64_t abandoned = 0;
+  faults_.in_norm = [&] { abandoned = head_->AbandonStep("the server stops"); };
+  for (const absl::Status& status : {Prepare(1).status(), Commit(1).status()}) {
+    EXPECT_TRUE(absl::IsAborted(status)) << status;
+    EXPECT_THAT(Message(status), HasSubstr("the server stops"));
+  }
+  EXPECT_EQ(abandoned, 1u);
+  EXPECT_EQ(head_->Status().last_committed_step, 0u);
+}
+
+// An evaluation that has been queued before the commit, and fails when the commit has been checked.
+TEST_F(HeadTest, FailedEvaluationBeforeTheUpdatePreventsIt) {
+  ASSERT_TRUE(Begin(1).ok());
+  ASSERT_TRUE(Feed(1).ok());
+  ASSERT_TRUE(Prepare(1).ok());
+  std::shared_ptr<HeadStream> evaluation = Open(0);
+  absl::Notification commit_is_queued;
+  faults_.before_batch = [&] { commit_is_queued.WaitForNotification(); };
+  faults_.batch = true;
+  Slot slot(2);
+  ASSERT_TRUE(evaluation->Submit(slot.Chunk(0), [](absl::StatusOr<ComputedChunk>) {}).ok());
+  absl::StatusOr<CommittedStep> committed;
+  std::thread commit([&] { committed = Commit(1); });
+  absl::SleepFor(absl::Milliseconds(50));  // It is sound whenever the commit comes.
+  commit_is_queued.Notify();
+  commit.join();
+  EXPECT_TRUE(absl::IsAborted(committed.status())) << committed.status();
+  EXPECT_EQ(head_->Status().last_committed_step, 0u);
+  EXPECT_TRUE(head_->Status().poisoned_by.empty());
+  EXPECT_TRUE(*Abort(1));
+}
+
+TEST_F(HeadTest, StepThatIsBeingCommittedIsNotAbandoned) {
+  ASSERT_TRUE(Begin(1).ok());
+  ASSERT_TRUE(Feed(1).ok());
+  ASSERT_TRUE(Prepare(1).ok());
+  uint64_t abandoned = 1;
+  faults_.in_update = [&] { abandoned = head_->AbandonStep("the server stops"); };
+  EXPECT_TRUE(Commit(1).ok());
+  EXPECT_EQ(abandoned, 0u);
+  EXPECT_EQ(head_->Status().last_committed_step, 1u);
+  EXPECT_THAT(metrics_.Render(), HasSubstr("lmhead_steps_total{outcome=\"aborted\"} 0"));
+}
+
+// Two restores of a poisoned head at once: the second has found the one that the first replaces.
+TEST_F(HeadTest, DeletingAHeadSparesTheOneThatHasTakenItsPlace) {
+  const std::shared_ptr<Head> replaced = head_;
+  ASSERT_TRUE(registry_.Delete(*replaced).ok());
+  EXPECT_TRUE(absl::IsNotFound(registry_.Find("lm").status()));
+  EXPECT_TRUE(registry_.Delete(*replaced).ok());
+  head_ = *registry_.Create(Spec());
+  ASSERT_TRUE(Begin(1).ok());
+  EXPECT_TRUE(registry_.Delete(*replaced).ok());
+  EXPECT_EQ(*registry_.Find("lm"), head_);
+  EXPECT_EQ(head_->Status().open_step, 1u);
 }
 
 TEST_F(HeadTest, FailedUpdatePoisonsTheHeadForGood) {

@@ -77,7 +77,7 @@ TEST_F(StepLeaseTest, WhenAllHaveEndedSomebodyMustGoOn) {
   Feed("w1", 1);
   EXPECT_EQ(OverdueAt(absl::Now() + kLease / 2), "");
   EXPECT_THAT(OverdueAt(Late()), HasSubstr("none has called PrepareStep"));
-  step_.Prepare(1.0);
+  ASSERT_TRUE(step_.Prepare(1.0).ok());
   EXPECT_THAT(OverdueAt(Late()), HasSubstr("none has called CommitStep"));
 }
 

@@ -132,7 +132,7 @@ TEST_F(StepTest, EndIsBoundedAndOfAKnownWorker) {
 
 TEST_F(StepTest, EndMayBeRepeatedOncePrepared) {
   FeedAll();
-  step_.Prepare(1.0);
+  ASSERT_TRUE(step_.Prepare(1.0).ok());
   EXPECT_EQ(*step_.EndWorker("a", 2), 2u);
   EXPECT_TRUE(absl::IsInvalidArgument(step_.EndWorker("a", 3).status()));
 }
@@ -173,7 +173,7 @@ TEST_F(StepTest, WorkersWithoutChunksComplete) {
   EXPECT_FALSE(step_.CheckComplete().ok());
   ASSERT_TRUE(step_.EndWorker("b", 0).ok());
   EXPECT_TRUE(step_.CheckComplete().ok());
-  EXPECT_EQ(step_.Prepare(0.0).num_chunks, 0u);
+  EXPECT_EQ(step_.Prepare(0.0)->num_chunks, 0u);
 }
 
 TEST_F(StepTest, CompleteAfterEveryChunkInAnyOrder) {
@@ -213,7 +213,7 @@ TEST_F(StepTest, AwaitCompleteEndsWhenItsCallerIsGone) {
 TEST_F(StepTest, PrepareStoresOneResultForAll) {
   FeedAll();
   EXPECT_FALSE(step_.prepared().has_value());
-  const PreparedStep result = step_.Prepare(2.5);
+  const PreparedStep result = *step_.Prepare(2.5);
   EXPECT_EQ(step_.state(), StepState::kPrepared);
   EXPECT_EQ(result.sums, SumsOf(6, 3.0));
   EXPECT_EQ(result.num_chunks, 3u);
@@ -222,9 +222,16 @@ TEST_F(StepTest, PrepareStoresOneResultForAll) {
   EXPECT_TRUE(Await().ok());
 }
 
+TEST_F(StepTest, AnAbortedStepIsNotPrepared) {
+  FeedAll();
+  ASSERT_TRUE(*step_.Abort("the server stops"));
+  EXPECT_THAT(Message(step_.Prepare(1.0).status()), HasSubstr("the server stops"));
+  EXPECT_EQ(step_.state(), StepState::kAborted);
+}
+
 TEST_F(StepTest, NoChunkAfterPrepare) {
   FeedAll();
-  step_.Prepare(1.0);
+  ASSERT_TRUE(step_.Prepare(1.0).ok());
   for (const uint64_t index : {0, 5}) {
     const absl::Status status = step_.AcceptChunk("a", index, index).status();
     EXPECT_TRUE(absl::IsFailedPrecondition(status));
@@ -243,11 +250,12 @@ TEST_F(StepTest, CommitNeedsPrepare) {
 
 TEST_F(StepTest, RepeatedCommitGetsTheStoredResult) {
   FeedAll();
-  step_.Prepare(1.0);
+  ASSERT_TRUE(step_.Prepare(1.0).ok());
   const CommitParameters parameters = {.learning_rate = 0.1, .grad_multiplier = 0.5};
   const auto first = step_.CheckCommit(parameters);
   ASSERT_TRUE(first.ok());
   EXPECT_FALSE(first->has_value());
+  ASSERT_TRUE(step_.StartCommit().ok());
   step_.Commit(parameters, {.step = 7, .num_updates = 3, .grad_norm = 1.5});
   const auto second = step_.CheckCommit(parameters);
   ASSERT_TRUE(second.ok() && second->has_value());
@@ -257,10 +265,23 @@ TEST_F(StepTest, RepeatedCommitGetsTheStoredResult) {
   EXPECT_TRUE(absl::IsFailedPrecondition(step_.AcceptChunk("a", 0, 0).status()));
 }
 
+TEST_F(StepTest, AbortAndCommitExcludeEachOther) {
+  FeedAll();
+  ASSERT_TRUE(step_.Prepare(1.0).ok());
+  ASSERT_TRUE(step_.StartCommit().ok());
+  const absl::Status refused = step_.Abort("x").status();
+  EXPECT_TRUE(absl::IsFailedPrecondition(refused));
+  EXPECT_THAT(Message(refused), HasSubstr("is being committed"));
+  step_.CommitFailed();
+  EXPECT_TRUE(*step_.Abort("x"));
+  EXPECT_TRUE(absl::IsAborted(step_.StartCommit()));
+}
+
 TEST_F(StepTest, CommitWithOtherParametersIsRefused) {
   FeedAll();
-  step_.Prepare(1.0);
+  ASSERT_TRUE(step_.Prepare(1.0).ok());
   const CommitParameters parameters = {.learning_rate = 0.1, .grad_multiplier = 0.5};
+  ASSERT_TRUE(step_.StartCommit().ok());
   step_.Commit(parameters, {.step = 7});
   for (CommitParameters other : {CommitParameters{.learning_rate = 0.2, .grad_multiplier = 0.5},
                                  CommitParameters{.learning_rate = 0.1, .grad_multiplier = 0.25}}) {
@@ -273,7 +294,7 @@ TEST_F(StepTest, NonfiniteRowsNeedPermission) {
   step_.ChunkAccumulated("a", 0, {.num_tokens = 4, .num_nonfinite_rows = 2});
   ASSERT_TRUE(step_.EndWorker("a", 1).ok());
   ASSERT_TRUE(step_.EndWorker("b", 0).ok());
-  EXPECT_EQ(step_.Prepare(1.0).sums.num_nonfinite_rows, 2);
+  EXPECT_EQ(step_.Prepare(1.0)->sums.num_nonfinite_rows, 2);
   const absl::Status status = step_.CheckCommit({}).status();
   EXPECT_TRUE(absl::IsFailedPrecondition(status));
   EXPECT_THAT(Message(status), HasSubstr("2 rows"));
@@ -283,7 +304,7 @@ TEST_F(StepTest, NonfiniteRowsNeedPermission) {
 
 TEST_F(StepTest, AGradientThatIsNotFiniteIsNotCommitted) {
   FeedAll();
-  step_.Prepare(std::numeric_limits<double>::quiet_NaN());
+  ASSERT_TRUE(step_.Prepare(std::numeric_limits<double>::quiet_NaN()).ok());
   for (const bool allow : {false, true}) {
     const absl::Status status = step_.CheckCommit({.allow_nonfinite_rows = allow}).status();
     EXPECT_TRUE(absl::IsFailedPrecondition(status));
@@ -325,11 +346,12 @@ TEST_F(StepTest, AbortedTakesNothingMoreAndRepeatsQuietly) {
 
 TEST_F(StepTest, PreparedMayBeAbortedCommittedMayNot) {
   FeedAll();
-  step_.Prepare(1.0);
+  ASSERT_TRUE(step_.Prepare(1.0).ok());
   Step other("lm", 8, {"a"});
   ASSERT_TRUE(other.EndWorker("a", 0).ok());
-  other.Prepare(0.0);
+  ASSERT_TRUE(other.Prepare(0.0).ok());
   EXPECT_TRUE(*other.Abort("x"));
+  ASSERT_TRUE(step_.StartCommit().ok());
   step_.Commit({}, {});
   EXPECT_TRUE(absl::IsFailedPrecondition(step_.Abort("x").status()));
   EXPECT_EQ(step_.state(), StepState::kCommitted);
@@ -371,12 +393,13 @@ TEST_F(StepTest, FailedBatchLeavesOnlyAbort) {
 
 TEST_F(StepTest, PoisonReachesAPreparedStepButNotACommittedOne) {
   FeedAll();
-  step_.Prepare(1.0);
+  ASSERT_TRUE(step_.Prepare(1.0).ok());
   step_.Poison(absl::InternalError("x"));
   EXPECT_TRUE(absl::IsAborted(step_.CheckCommit({}).status()));
   Step committed("lm", 8, {"a"});
   ASSERT_TRUE(committed.EndWorker("a", 0).ok());
-  committed.Prepare(0.0);
+  ASSERT_TRUE(committed.Prepare(0.0).ok());
+  ASSERT_TRUE(committed.StartCommit().ok());
   committed.Commit({}, {});
   committed.Poison(absl::InternalError("x"));
   EXPECT_TRUE(committed.CheckCommit({}).ok());
@@ -402,8 +425,9 @@ TEST_F(StepTest, StreamsAreBoundedAndOfKnownWorkers) {
 
 TEST_F(StepTest, PreparedTakesStreamsCommittedDoesNot) {
   FeedAll();
-  step_.Prepare(1.0);
+  ASSERT_TRUE(step_.Prepare(1.0).ok());
   EXPECT_TRUE(step_.AttachStream("a", 0, nullptr).ok());
+  ASSERT_TRUE(step_.StartCommit().ok());
   step_.Commit({}, {});
   EXPECT_TRUE(absl::IsFailedPrecondition(step_.AttachStream("a", 1, nullptr)));
 }
@@ -420,7 +444,8 @@ class StepSequenceTest : public ::testing::Test {
   void CommitOpen() {
     std::shared_ptr<Step> step = steps_.open();
     ASSERT_TRUE(step->EndWorker("a", 0).ok());
-    step->Prepare(0.0);
+    ASSERT_TRUE(step->Prepare(0.0).ok());
+    ASSERT_TRUE(step->StartCommit().ok());
     step->Commit({}, {.step = step->number()});
     steps_.Close();
   }
@@ -528,7 +553,7 @@ TEST(StepThreads, EveryChunkIsNewOnce) {
   EXPECT_TRUE(step.AwaitComplete(absl::InfiniteFuture(), Never).ok());
   for (std::thread& thread : threads) thread.join();
   EXPECT_EQ(num_new.load(), static_cast<int>(2 * kChunks));
-  EXPECT_EQ(step.Prepare(0.0).sums, SumsOf(2 * kChunks, 2.0 * kChunks));
+  EXPECT_EQ(step.Prepare(0.0)->sums, SumsOf(2 * kChunks, 2.0 * kChunks));
 }
 
 }  // namespace
