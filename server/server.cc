@@ -17,8 +17,10 @@
 #include "absl/synchronization/mutex.h"
 #include "proto/types/limits.h"
 #include "proto/wire/process.h"
+#include "proto/wire/reflection.h"
 #include "server/checkpoint/checkpoint_store.h"
 #include "server/compute/executor.h"
+#include "server/config/listen_address.h"
 #include "server/head/head_registry.h"
 #include "server/head/step_watchdog.h"
 #include "server/memory/budget.h"
@@ -84,6 +86,12 @@ int64_t DefaultRankLimitBytes(const Hardware& hardware) {
 int32_t BatchesInFlight(bool cuda, int32_t num_replicas) {
   if (cuda) return kCudaBatchesInFlight * num_replicas;
   return num_replicas == 1 ? 1 : 2 * num_replicas;
+}
+
+// Of those, the ones that do not wait for more chunks: enough that every GPU has one to compute and
+// the next uploaded.
+int32_t EagerBatches(bool cuda, int32_t num_replicas) {
+  return BatchesInFlight(cuda, num_replicas) - (cuda ? num_replicas : 0);
 }
 
 // `listen` with the port that was taken.
@@ -273,6 +281,7 @@ absl::Status Server::Impl::MakeRanks() {
       .join_chunks =
           config_.join_chunks == JoinChunks::kAuto ? cuda : config_.join_chunks == JoinChunks::kOn,
       .max_inflight_batches = BatchesInFlight(cuda, config_.ranks.num_replicas),
+      .eager_batches = EagerBatches(cuda, config_.ranks.num_replicas),
       .on_batch = [this](int64_t chunks, int64_t tokens) {
         metrics_.ObserveBatch(chunks, tokens);
       }});
@@ -369,6 +378,8 @@ void Server::Impl::MakeCompute() {
 
 absl::Status Server::Impl::ServeHealth() {
   if (config_.health_listen.empty()) return absl::OkStatus();
+  absl::Status free = CheckSocketIsFree("health_listen", config_.health_listen);
+  if (!free.ok()) return free;
   absl::StatusOr<std::unique_ptr<HealthServer>> health = HealthServer::Start(config_.health_listen);
   if (!health.ok()) return health.status();
   health_ = *std::move(health);
@@ -408,9 +419,12 @@ void Server::Impl::SetArguments(grpc::ServerBuilder* builder) const {
 }
 
 absl::Status Server::Impl::ServeGrpc() {
+  absl::Status free = CheckSocketIsFree("listen", config_.listen);
+  if (!free.ok()) return free;
   grpc::EnableDefaultHealthCheckService(true);
   if (config_.reflection) grpc::reflection::InitProtoReflectionServerBuilderPlugin();
   grpc::ServerBuilder builder;
+  if (!config_.reflection) LeaveReflectionAway(&builder);
   SetArguments(&builder);
   int port = 0;
   builder.AddListeningPort(config_.listen, credentials_, &port);

@@ -5,20 +5,19 @@
 #include <cstdio>
 #include <nlohmann/json.hpp>
 #include <string>
+#include <vector>
 
-#include "absl/flags/declare.h"
 #include "absl/flags/flag.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "server/cli/commands.h"
 #include "server/cli/common_flags.h"
 #include "server/cli/doctor_checks.h"
 #include "server/cli/security_flags.h"
+#include "server/cli/serve_flags.h"
+#include "server/config/server_config.h"
+#include "server/logging/logging.h"
 #include "server/server.h"
-
-// Of serve.
-ABSL_DECLARE_FLAG(std::string, checkpoint_dir);
-ABSL_DECLARE_FLAG(std::string, health_listen);
-ABSL_DECLARE_FLAG(std::string, listen);
-ABSL_DECLARE_FLAG(std::string, metrics_listen);
 
 namespace lmhead {
 namespace {
@@ -38,18 +37,42 @@ const char* SeverityName(Severity severity) {
   return "unknown";
 }
 
+void CheckPorts(Findings* findings) {
+  PortChecks ports;
+  ports.Check("listen", absl::GetFlag(FLAGS_listen), /*may_be_socket=*/true, findings);
+  ports.Check("metrics_listen", absl::GetFlag(FLAGS_metrics_listen), /*may_be_socket=*/false,
+              findings);
+  ports.Check("health_listen", absl::GetFlag(FLAGS_health_listen), /*may_be_socket=*/true,
+              findings);
+  ports.Check("group_listen", absl::GetFlag(FLAGS_group_listen), /*may_be_socket=*/false, findings);
+}
+
+// What serve would say of its flags, unless another check has said it.
+void CheckFlags(Findings* findings) {
+  absl::Status status = ServerConfigFromFlags().status();
+  status.Update(DrainTimeoutFromFlags().status());
+  status.Update(SetUpLogging(absl::GetFlag(FLAGS_log_level), absl::GetFlag(FLAGS_log_format)));
+  const std::string what(status.message());
+  if (status.ok() || std::any_of(findings->begin(), findings->end(),
+                                 [&](const Finding& other) { return other.what == what; })) {
+    return;
+  }
+  findings->push_back({"flags", Severity::kFail, what, "change the flag as it says"});
+}
+
 Findings Examine() {
   Findings findings;
-  const int num_gpus = CheckGpu(absl::GetFlag(FLAGS_backend), &findings);
-  CheckPort("listen", absl::GetFlag(FLAGS_listen), &findings);
-  CheckPort("metrics_listen", absl::GetFlag(FLAGS_metrics_listen), &findings);
-  CheckPort("health_listen", absl::GetFlag(FLAGS_health_listen), &findings);
+  const absl::StatusOr<std::vector<int>> devices = ParseDevices(absl::GetFlag(FLAGS_devices));
+  const int num_gpus =
+      CheckGpu(absl::GetFlag(FLAGS_backend), devices.value_or(std::vector<int>()), &findings);
+  CheckPorts(&findings);
   CheckLimits(num_gpus, &findings);
   CheckClock(&findings);
   CheckMemory(num_gpus, absl::GetFlag(FLAGS_memory_limit_bytes), &findings);
   CheckCheckpointDir(absl::GetFlag(FLAGS_checkpoint_dir), &findings);
   CheckSecurityFiles(SecurityConfigFromFlags(), absl::GetFlag(FLAGS_listen),
                      absl::GetFlag(FLAGS_tls_ca_file), &findings);
+  CheckFlags(&findings);
   return findings;
 }
 

@@ -15,6 +15,7 @@
 #include <fstream>
 #include <initializer_list>
 #include <memory>
+#include <optional>
 #include <sstream>
 #include <utility>
 
@@ -26,10 +27,14 @@
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "proto/types/limits.h"
+#include "server/config/listen_address.h"
+#include "server/config/server_config.h"
 #include "server/memory/system_memory.h"
 #include "server/security/certificate.h"
 #include "server/security/policy.h"
 #include "server/security/tokens.h"
+#include "server/shard/hardware.h"
+#include "server/shard/nvidia_driver.h"
 
 namespace lmhead {
 namespace {
@@ -76,30 +81,15 @@ class Library {
 
 // --- GPU ---
 
-// What is used of NVML (libnvidia-ml.so.1), whose interface does not change.
-struct NvmlMemory {
-  unsigned long long total, free, used;
-};
-constexpr unsigned int kNvmlTextBytes = 96;
-
-void AddDevice(const Library& nvml, unsigned int index, Findings* findings) {
-  void* device = nullptr;
-  auto* const by_index = nvml.Get<int(unsigned int, void**)>("nvmlDeviceGetHandleByIndex_v2");
-  auto* const get_name = nvml.Get<int(void*, char*, unsigned int)>("nvmlDeviceGetName");
-  auto* const get_memory = nvml.Get<int(void*, NvmlMemory*)>("nvmlDeviceGetMemoryInfo");
-  char name[kNvmlTextBytes] = "";
-  NvmlMemory memory = {};
+void AddDevice(size_t index, const NvidiaDriver::Device& device, Findings* findings) {
   const std::string check = absl::StrCat("gpu ", index);
-  if (by_index == nullptr || get_name == nullptr || get_memory == nullptr ||
-      by_index(index, &device) != 0 || get_name(device, name, sizeof(name)) != 0 ||
-      get_memory(device, &memory) != 0) {
+  if (!device.answers) {
     return Add(findings, check, Severity::kFail, "the driver does not answer for it",
                "look at `nvidia-smi` and the kernel's log; a reset of the GPU may be needed");
   }
-  const auto total = static_cast<int64_t>(memory.total);
-  const auto used = static_cast<int64_t>(memory.used);
-  const std::string what = absl::StrCat(name, ", ", GiB(total), ", ", GiB(used), " in use");
-  if (used > total / 10) {
+  const std::string what = absl::StrCat(device.name, ", ", GiB(device.total_bytes), ", ",
+                                        GiB(device.used_bytes), " in use");
+  if (device.used_bytes > device.total_bytes / 10) {
     return Add(findings, check, Severity::kWarn, what,
                "another process holds memory of this GPU; the service takes 80% of it all unless "
                "--memory_limit_bytes says less");
@@ -135,62 +125,52 @@ void CheckCudaLibraries(int num_gpus, Findings* findings) {
 
 }  // namespace
 
-int CheckGpu(const std::string& backend, Findings* findings) {
-  const Library nvml({"libnvidia-ml.so.1"});
-  auto* const init = nvml.Get<int()>("nvmlInit_v2");
-  const int error = init == nullptr ? -1 : init();
-  if (error != 0) {
-    const std::string what =
-        nvml.is_open() ? absl::StrCat("the NVIDIA driver does not start (NVML error ", error, ")")
-                       : std::string("no NVIDIA driver: heads compute on the CPU");
-    const bool wanted = backend == "cuda";
-    Add(findings, "gpu",
-        wanted ? Severity::kFail : (nvml.is_open() ? Severity::kWarn : Severity::kOk), what,
-        wanted || nvml.is_open()
-            ? "install the driver of the host; in a container, use NVIDIA's runtime and ask for "
-              "nvidia.com/gpu"
-            : "");
-    return 0;
+int CheckGpu(const std::string& backend, const std::vector<int>& devices, Findings* findings) {
+  const absl::StatusOr<NvidiaDriver> driver = ReadNvidiaDriver();
+  int num_gpus = 0;
+  if (driver.ok()) {
+    num_gpus = static_cast<int>(driver->devices.size());
+    Add(findings, "driver", Severity::kOk,
+        absl::StrCat(driver->version, ", CUDA ", driver->cuda_version));
+    for (size_t i = 0; i < driver->devices.size(); ++i) {
+      AddDevice(i, driver->devices[i], findings);
+    }
+    if (num_gpus > 0) CheckCudaLibraries(num_gpus, findings);
   }
-  char driver[kNvmlTextBytes] = "unknown";
-  if (auto* const get = nvml.Get<int(char*, unsigned int)>("nvmlSystemGetDriverVersion")) {
-    get(driver, sizeof(driver));
+  if (backend == "cpu") {
+    Add(findings, "backend", Severity::kOk, "cpu");
+    return num_gpus;
   }
-  int cuda = 0;
-  if (auto* const get = nvml.Get<int(int*)>("nvmlSystemGetCudaDriverVersion_v2")) get(&cuda);
-  unsigned int count = 0;
-  if (auto* const get = nvml.Get<int(unsigned int*)>("nvmlDeviceGetCount_v2")) get(&count);
-  Add(findings, "driver", Severity::kOk,
-      absl::StrCat(driver, ", CUDA ", cuda / 1000, ".", cuda % 1000 / 10));
-  if (count == 0) {
-    Add(findings, "gpu", backend == "cuda" ? Severity::kFail : Severity::kWarn,
-        "the driver runs, but shows no GPU", "give the container or the job a GPU");
+  // What serve itself asks, so that the two never differ.
+  const std::string why_not = WhyNoGpu();
+  if (!why_not.empty()) {
+    const bool wanted = backend == "cuda" || !devices.empty();
+    const bool doubtful = !absl::IsNotFound(driver.status());
+    Add(findings, "backend",
+        wanted ? Severity::kFail : (doubtful ? Severity::kWarn : Severity::kOk),
+        absl::StrCat(wanted ? "" : "heads compute on the CPU: ", why_not),
+        wanted || doubtful ? "mend what it says, or say --backend=cpu" : "");
+    return num_gpus;
   }
-  for (unsigned int i = 0; i < count; ++i) AddDevice(nvml, i, findings);
-  if (count > 0) CheckCudaLibraries(static_cast<int>(count), findings);
-  if (auto* const shut_down = nvml.Get<int()>("nvmlShutdown")) shut_down();
-  return static_cast<int>(count);
+  const int32_t num_ranks = std::max<int32_t>(1, static_cast<int32_t>(devices.size()));
+  const absl::StatusOr<Hardware> hardware =
+      ChooseHardware(BackendChoice::kCuda, devices, num_ranks);
+  if (hardware.ok()) {
+    Add(findings, "backend", Severity::kOk, "cuda");
+  } else {
+    Add(findings, "backend", Severity::kFail, std::string(hardware.status().message()),
+        absl::StrCat("name GPUs of this machine: 0 to ", num_gpus - 1));
+  }
+  return num_gpus;
 }
 
 // --- Ports ---
 
-void CheckPort(const std::string& flag, const std::string& address, Findings* findings) {
-  if (address.empty()) return;
-  const std::string check = absl::StrCat("port --", flag);
-  if (absl::StartsWith(address, "unix:")) {
-    const std::string path = address.substr(strlen("unix:"));
-    const std::string folder = path.find('/') == std::string::npos
-                                   ? "."
-                                   : path.substr(0, std::max<size_t>(1, path.rfind('/')));
-    if (access(folder.c_str(), W_OK) == 0) return Add(findings, check, Severity::kOk, address);
-    return Add(findings, check, Severity::kFail, absl::StrCat(folder, ": ", strerror(errno)),
-               "make the folder of the socket, writable for the user that serves");
-  }
+namespace {
+
+// A socket that listens at host:port; an error of the system, or of the resolver.
+absl::StatusOr<int> Listen(const std::string& address) {
   const size_t colon = address.rfind(':');
-  if (colon == std::string::npos) {
-    return Add(findings, check, Severity::kFail, absl::StrCat("'", address, "' has no port"),
-               "give host:port");
-  }
   std::string host = address.substr(0, colon);
   if (host.size() >= 2 && host.front() == '[') host = host.substr(1, host.size() - 2);
   addrinfo hints = {};
@@ -199,20 +179,63 @@ void CheckPort(const std::string& flag, const std::string& address, Findings* fi
   addrinfo* found = nullptr;
   const int error = getaddrinfo(host.empty() ? nullptr : host.c_str(),
                                 address.substr(colon + 1).c_str(), &hints, &found);
-  if (error != 0) {
-    return Add(findings, check, Severity::kFail, absl::StrCat(address, ": ", gai_strerror(error)),
-               "give an address of this machine, or 0.0.0.0");
-  }
+  if (error != 0) return absl::NotFoundError(gai_strerror(error));
   const int fd = socket(found->ai_family, SOCK_STREAM, 0);
   const int on = 1;
   setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
   const bool bound = bind(fd, found->ai_addr, found->ai_addrlen) == 0 && listen(fd, 1) == 0;
   const std::string reason = strerror(errno);
-  close(fd);
   freeaddrinfo(found);
-  if (bound) return Add(findings, check, Severity::kOk, absl::StrCat(address, " is free"));
-  Add(findings, check, Severity::kFail, absl::StrCat(address, ": ", reason),
-      absl::StrCat("end what listens there (`ss -ltnp`), or choose another --", flag));
+  if (bound) return fd;
+  close(fd);
+  return absl::UnavailableError(reason);
+}
+
+void CheckUnixSocket(const std::string& flag, const std::string& address, Findings* findings) {
+  const std::string check = absl::StrCat("port --", flag);
+  const std::string path = address.substr(strlen("unix:"));
+  const std::string folder = path.find('/') == std::string::npos
+                                 ? "."
+                                 : path.substr(0, std::max<size_t>(1, path.rfind('/')));
+  if (access(folder.c_str(), W_OK) != 0) {
+    return Add(findings, check, Severity::kFail, absl::StrCat(folder, ": ", strerror(errno)),
+               "make the folder of the socket, writable for the user that serves");
+  }
+  const absl::Status free = CheckSocketIsFree(flag.c_str(), address);
+  if (free.ok()) return Add(findings, check, Severity::kOk, absl::StrCat(address, " is free"));
+  Add(findings, check, Severity::kFail, std::string(free.message()), "do what it says");
+}
+
+}  // namespace
+
+PortChecks::~PortChecks() {
+  for (const int fd : sockets_) close(fd);
+}
+
+void PortChecks::Check(const std::string& flag, const std::string& address, bool may_be_socket,
+                       Findings* findings) {
+  if (address.empty()) return;
+  const std::string check = absl::StrCat("port --", flag);
+  const absl::Status good = may_be_socket ? CheckListenAddress(flag.c_str(), address)
+                                          : CheckHostPort(flag.c_str(), address);
+  if (!good.ok()) {
+    return Add(findings, check, Severity::kFail, std::string(good.message()),
+               "change the flag as it says");
+  }
+  if (absl::StartsWith(address, "unix:")) return CheckUnixSocket(flag, address, findings);
+  const absl::StatusOr<int> fd = Listen(address);
+  if (fd.ok()) {
+    sockets_.push_back(*fd);
+    return Add(findings, check, Severity::kOk, absl::StrCat(address, " is free"));
+  }
+  const std::string what = absl::StrCat(address, ": ", fd.status().message());
+  if (absl::IsNotFound(fd.status())) {
+    return Add(findings, check, Severity::kFail, what,
+               "give an address of this machine, or 0.0.0.0");
+  }
+  Add(findings, check, Severity::kFail, what,
+      absl::StrCat("end what listens there (`ss -ltnp`), or choose another --", flag,
+                   ", which no other flag has"));
 }
 
 // --- Limits of the system ---
@@ -402,17 +425,36 @@ void CheckTls(const SecurityConfig& config, const std::string& ca_file, Findings
           : "add the intermediates to --tls_cert_file, or give clients the right authorities");
 }
 
+// What is in the file; nothing without a file, or after a finding that says why not.
 template <typename Parsed>
-void CheckParsed(const char* flag, const std::string& path, Findings* findings) {
-  if (path.empty()) return;
+std::optional<Parsed> CheckParsed(const char* flag, const std::string& path, Findings* findings) {
+  if (path.empty()) return std::nullopt;
   const std::string text = ReadOrFind(flag, path, findings);
-  if (text.empty()) return;
-  const absl::StatusOr<Parsed> parsed = Parsed::Parse(text);
+  if (text.empty()) return std::nullopt;
+  absl::StatusOr<Parsed> parsed = Parsed::Parse(text);
   if (parsed.ok()) {
-    return Add(findings, flag, Severity::kOk, absl::StrCat(path, ": ", parsed->size(), " entries"));
+    Add(findings, flag, Severity::kOk, absl::StrCat(path, ": ", parsed->size(), " entries"));
+    return *std::move(parsed);
   }
   Add(findings, flag, Severity::kFail,
       absl::StrCat(path, ": ", std::string(parsed.status().message())), "mend the file");
+  return std::nullopt;
+}
+
+// Identities that are listed, but that nobody can come as: mostly a name that is misspelt.
+void CheckIdentities(const SecurityConfig& config, const Policy& policy,
+                     const std::optional<TokenSet>& tokens, Findings* findings) {
+  for (const Identity& identity : policy.Identities()) {
+    const bool by_token = identity.kind == Identity::Kind::kToken;
+    const bool may_come = by_token ? tokens.has_value() && tokens->HasName(identity.name)
+                                   : !config.tls_client_ca_file.empty();
+    if (may_come) continue;
+    Add(findings, "auth_policy_file", Severity::kWarn,
+        absl::StrCat(config.auth_policy_file, ": nobody can come as ",
+                     by_token ? "token " : "certificate ", identity.name),
+        by_token ? "list that name in --auth_token_file, or mend it in the policy"
+                 : "give --tls_client_ca_file, so that clients show certificates");
+  }
 }
 
 }  // namespace
@@ -429,8 +471,12 @@ void CheckSecurityFiles(const SecurityConfig& config, const std::string& listen,
                         : "");
   }
   if (config.tls()) CheckTls(config, ca_file, findings);
-  CheckParsed<Policy>("auth_policy_file", config.auth_policy_file, findings);
-  CheckParsed<TokenSet>("auth_token_file", config.auth_token_file, findings);
+  const std::optional<Policy> policy =
+      CheckParsed<Policy>("auth_policy_file", config.auth_policy_file, findings);
+  const std::optional<TokenSet> tokens =
+      CheckParsed<TokenSet>("auth_token_file", config.auth_token_file, findings);
+  const bool tokens_known = tokens.has_value() || config.auth_token_file.empty();
+  if (policy.has_value() && tokens_known) CheckIdentities(config, *policy, tokens, findings);
 }
 
 }  // namespace lmhead

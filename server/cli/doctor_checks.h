@@ -22,12 +22,27 @@ struct Finding {
 };
 using Findings = std::vector<Finding>;
 
-// Driver, devices, cuBLASLt and NCCL. `backend` is the flag's value: cuda without a GPU fails.
-// Returns how many GPUs there are.
-int CheckGpu(const std::string& backend, Findings* findings);
+// Driver, devices, cuBLASLt and NCCL, and what serve would compute on. `backend` is the flag's
+// value, `devices` those that are named: either without a GPU fails. Returns how many GPUs there
+// are.
+int CheckGpu(const std::string& backend, const std::vector<int>& devices, Findings* findings);
 
-// Whether an address to listen on is free. `flag` is "listen"; an empty address is passed over.
-void CheckPort(const std::string& flag, const std::string& address, Findings* findings);
+// Whether addresses to listen on are free. Each is held until the end, so that two flags with one
+// address are found.
+class PortChecks {
+ public:
+  PortChecks() = default;
+  ~PortChecks();
+  PortChecks(const PortChecks&) = delete;
+  PortChecks& operator=(const PortChecks&) = delete;
+
+  // `flag` is "listen"; an empty address is passed over. Unix sockets are for gRPC alone.
+  void Check(const std::string& flag, const std::string& address, bool may_be_socket,
+             Findings* findings);
+
+ private:
+  std::vector<int> sockets_;
+};
 
 // /dev/shm, which NCCL needs among several GPUs, locked memory and open files.
 void CheckLimits(int num_gpus, Findings* findings);

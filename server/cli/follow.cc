@@ -25,6 +25,7 @@
 #include "client/cpp/channel_credentials.h"
 #include "server/cli/commands.h"
 #include "server/cli/common_flags.h"
+#include "server/cli/grpc_log.h"
 #include "server/config/server_config.h"
 #include "server/logging/logging.h"
 #include "server/server.h"
@@ -99,6 +100,8 @@ absl::StatusOr<FollowerConfig> ConfigFromFlags() {
   absl::StatusOr<std::vector<int>> devices = ParseDevices(absl::GetFlag(FLAGS_devices));
   if (!devices.ok()) return devices.status();
   config.devices = *std::move(devices);
+  absl::Status fit = ValidateDevices(config.backend, config.devices);
+  if (!fit.ok()) return fit;
   config.collective_host = absl::GetFlag(FLAGS_collective_host);
   if (config.collective_host.empty()) {
     absl::StatusOr<std::string> host = AddressTowards(config.leader);
@@ -136,6 +139,7 @@ int RunFollow(absl::Span<char* const> positional) {
   absl::Status logging =
       SetUpLogging(absl::GetFlag(FLAGS_log_level), absl::GetFlag(FLAGS_log_format));
   if (!logging.ok()) return Fail(logging, kExitUsage);
+  TakeGrpcLogIn();
   absl::StatusOr<FollowerConfig> config = ConfigFromFlags();
   if (!config.ok()) return Fail(config.status(), kExitUsage);
   config->on_ready = [] { WriteReadyFile(absl::GetFlag(FLAGS_ready_file)); };

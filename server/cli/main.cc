@@ -15,6 +15,7 @@
 #include "absl/types/span.h"
 #include "proto/wire/process.h"
 #include "server/cli/commands.h"
+#include "server/cli/grpc_log.h"
 #include "server/server.h"
 
 namespace {
@@ -36,7 +37,7 @@ const std::vector<Command>& Commands() {
        lmhead::RunServe,
        "",
        "Serves heads until SIGTERM or SIGINT.",
-       "server/cli/serve.cc",
+       "server/cli/serve_flags.cc",
        {"backend", "batch_tokens", "memory_limit_bytes", "ranks", "replicas", "auth_policy_file",
         "auth_token_file", "insecure", "tls_cert_file", "tls_client_ca_file", "tls_key_file"}},
       {"follow",
@@ -87,10 +88,10 @@ const std::vector<Command>& Commands() {
        lmhead::RunDoctor,
        "",
        "Checks the machine and the files that serve would use; takes the flags of serve.",
-       "server/cli/doctor.cc",
-       {"auth_policy_file", "auth_token_file", "health_listen", "insecure", "json", "listen",
-        "metrics_listen", "tls_ca_file", "tls_cert_file", "tls_client_ca_file", "tls_key_file",
-        "backend", "checkpoint_dir", "memory_limit_bytes"}},
+       "server/cli/serve_flags.cc",
+       {"backend", "batch_tokens", "memory_limit_bytes", "ranks", "replicas", "auth_policy_file",
+        "auth_token_file", "insecure", "json", "tls_ca_file", "tls_cert_file", "tls_client_ca_file",
+        "tls_key_file"}},
   };
   return commands;
 }
@@ -150,6 +151,7 @@ bool AsksForHelp(int argc, char** argv) {
 int main(int argc, char** argv) {
   lmhead::LetOpenMpThreadsSleep(argv);
   lmhead::TuneAllocator();
+  lmhead::SilenceGrpcLog();  // serve and follow take it into their log.
   const bool asked_first = argc > 1 && std::string_view(argv[1]) == "help";
   const std::string about = argc > 1 + asked_first ? argv[1 + asked_first] : "";
   const Command* named = FindCommand(about);

@@ -4,7 +4,9 @@
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
+#include "server/config/listen_address.h"
 
 namespace lmhead {
 namespace {
@@ -16,6 +18,20 @@ absl::Status CheckRange(const char* flag, int64_t got, int64_t low, int64_t high
 }
 
 std::string HostOf(const std::string& listen) { return listen.substr(0, listen.rfind(':')); }
+
+absl::Status CheckAddresses(const ServerConfig& config) {
+  absl::Status status = CheckListenAddress("listen", config.listen);
+  if (!config.health_listen.empty()) {
+    status.Update(CheckListenAddress("health_listen", config.health_listen));
+  }
+  if (!config.metrics_listen.empty()) {
+    status.Update(CheckHostPort("metrics_listen", config.metrics_listen));
+  }
+  if (!config.ranks.group_listen.empty()) {
+    status.Update(CheckHostPort("group_listen", config.ranks.group_listen));
+  }
+  return status;
+}
 
 absl::Status ValidateRanks(RankConfig ranks) {
   absl::Status status = CheckRange("ranks", ranks.num_ranks, 0, kRanksMax);
@@ -42,7 +58,7 @@ absl::Status ValidateRanks(RankConfig ranks) {
         absl::StrCat("--group_listen: got ", ranks.group_listen, ", but all ", ranks.num_ranks,
                      " ranks are in this process; leave some to followers with --local_ranks"));
   }
-  if (ranks.group_listen.rfind(':') == std::string::npos) {
+  if (ranks.group_listen.empty()) {
     return absl::InvalidArgumentError(absl::StrCat(
         "--group_listen: got '", ranks.group_listen, "', wanted host:port, where the ",
         "followers of ranks ", ranks.num_local, " to ", ranks.num_ranks - 1, " call this server"));
@@ -98,10 +114,18 @@ absl::StatusOr<BackendChoice> ParseBackendChoice(const std::string& name) {
       absl::StrCat("--backend: got '", name, "', wanted auto, cpu or cuda"));
 }
 
+absl::Status ValidateDevices(BackendChoice backend, const std::vector<int>& devices) {
+  if (backend != BackendChoice::kCpu || devices.empty()) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat("--devices: got ", absl::StrJoin(devices, ","),
+                   ", but --backend=cpu computes on no GPU; leave one of them away"));
+}
+
 absl::Status ValidateServerConfig(const ServerConfig& config) {
   if (config.listen.empty()) {
     return absl::InvalidArgumentError("--listen: got nothing, wanted host:port or unix:/path");
   }
+  if (absl::Status status = CheckAddresses(config); !status.ok()) return status;
   const absl::Status checks[] = {
       CheckRange("memory_limit_bytes", config.memory_limit_bytes, 0, int64_t{1} << 50),
       CheckRange("staging_slots", config.staging_slots, 1, kStagingSlotsMax),
@@ -133,6 +157,9 @@ absl::Status ValidateServerConfig(const ServerConfig& config) {
         "--restore: got no --checkpoint_dir, wanted the directory to restore from");
   }
   if (absl::Status status = ValidateRanks(config.ranks); !status.ok()) return status;
+  if (absl::Status status = ValidateDevices(config.backend, config.ranks.devices); !status.ok()) {
+    return status;
+  }
   if (!config.ranks.group_listen.empty()) {
     absl::Status status =
         ValidateSecurityConfig(config.security, config.ranks.group_listen, "--group_listen");

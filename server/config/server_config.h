@@ -79,6 +79,9 @@ absl::StatusOr<CollectiveChoice> ParseCollectiveChoice(const std::string& name);
 // "0,1" as numbers. INVALID_ARGUMENT for anything else; empty gives none.
 absl::StatusOr<std::vector<int>> ParseDevices(const std::string& list);
 
+// INVALID_ARGUMENT when GPUs are named for ranks that compute on the CPU.
+absl::Status ValidateDevices(BackendChoice backend, const std::vector<int>& devices);
+
 // Numbers of ranks that were left to the defaults, and the host: that of --group_listen, or the
 // loopback when every rank is here.
 void FillRankDefaults(RankConfig* ranks);

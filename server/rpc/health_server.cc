@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "grpc/health/v1/health.grpc.pb.h"
 #include "proto/types/limits.h"
+#include "proto/wire/reflection.h"
 #include "proto/wire/status.h"
 
 namespace lmhead {
@@ -47,6 +48,7 @@ HealthServer::HealthServer() : service_(std::make_unique<Service>()) {}
 absl::StatusOr<std::unique_ptr<HealthServer>> HealthServer::Start(const std::string& listen) {
   std::unique_ptr<HealthServer> health(new HealthServer());
   grpc::ServerBuilder builder;
+  LeaveReflectionAway(&builder);
   // Not gRPC's own, which its threads for callbacks would answer.
   builder.SetOption(std::make_unique<grpc::HealthCheckServiceServerBuilderOption>(nullptr));
   builder.SetSyncServerOption(grpc::ServerBuilder::NUM_CQS, 1);

@@ -147,6 +147,12 @@ absl::StatusOr<Policy> Policy::Parse(std::string_view text) {
   return policy;
 }
 
+std::vector<Identity> Policy::Identities() const {
+  std::vector<Identity> identities;
+  for (const auto& [identity, unused] : grants_) identities.push_back(identity);
+  return identities;
+}
+
 Grant Policy::GrantOf(const std::vector<Identity>& identities) const {
   Grant sum;
   for (const Identity& identity : identities) {

@@ -83,6 +83,9 @@ class Policy {
   // The sum of what the identities have; nothing for those that are not listed.
   Grant GrantOf(const std::vector<Identity>& identities) const;
 
+  // All that are listed.
+  std::vector<Identity> Identities() const;
+
   size_t size() const { return grants_.size(); }
 
  private:

@@ -24,18 +24,6 @@ constexpr absl::Duration kWarningPeriod = absl::Hours(6);
 
 constexpr char kBearer[] = "Bearer ";
 
-absl::StatusOr<std::string> ReadFile(const char* flag, const std::string& path) {
-  if (path.empty()) return std::string();
-  errno = 0;
-  std::ifstream file(path, std::ios::binary);
-  std::ostringstream contents;
-  contents << file.rdbuf();
-  if (file.is_open() && !contents.str().empty()) return contents.str();
-  return absl::InvalidArgumentError(
-      absl::StrCat("--", flag, "=", path, ": ",
-                   errno != 0 ? std::strerror(errno) : "the file is empty or not readable"));
-}
-
 absl::Status InFile(const char* flag, const std::string& path, const absl::Status& status) {
   if (status.ok()) return status;
   return absl::InvalidArgumentError(absl::StrCat("--", flag, "=", path, ": ", status.message()));
@@ -45,9 +33,7 @@ absl::Status InFile(const char* flag, const std::string& path, const absl::Statu
 
 absl::StatusOr<std::unique_ptr<Security>> Security::Load(const SecurityConfig& config) {
   std::unique_ptr<Security> security(new Security(config));
-  absl::StatusOr<Contents> contents = security->ReadAll();
-  if (!contents.ok()) return contents.status();
-  if (absl::Status status = security->Apply(*contents); !status.ok()) return status;
+  if (absl::Status status = security->Apply(security->ReadAll()); !status.ok()) return status;
   if (!config.tls()) return security;  // Nothing to watch.
   security->WarnOfExpiry(absl::Now());
   security->watcher_ = std::thread([raw = security.get()] { raw->WatchLoop(); });
@@ -64,20 +50,24 @@ Security::~Security() {
 
 // --- The files ---
 
-absl::StatusOr<Security::Contents> Security::ReadAll() const {
-  Contents contents;
-  const std::tuple<const char*, const std::string*, std::string*> files[] = {
-      {"tls_cert_file", &config_.tls_cert_file, &contents.cert},
-      {"tls_key_file", &config_.tls_key_file, &contents.key},
-      {"tls_client_ca_file", &config_.tls_client_ca_file, &contents.client_ca},
-      {"auth_policy_file", &config_.auth_policy_file, &contents.policy},
-      {"auth_token_file", &config_.auth_token_file, &contents.tokens}};
-  for (const auto& [flag, path, text] : files) {
-    absl::StatusOr<std::string> read = ReadFile(flag, *path);
-    if (!read.ok()) return read.status();
-    *text = *std::move(read);
-  }
-  return contents;
+Security::File Security::ReadFile(const char* flag, const std::string& path) {
+  if (path.empty()) return {};
+  errno = 0;
+  std::ifstream file(path, std::ios::binary);
+  std::ostringstream text;
+  text << file.rdbuf();
+  if (file.is_open() && !text.str().empty()) return {.text = text.str()};
+  return {.status = absl::InvalidArgumentError(absl::StrCat(
+              "--", flag, "=", path, ": ",
+              errno != 0 ? std::strerror(errno) : "the file is empty or not readable"))};
+}
+
+Security::Contents Security::ReadAll() const {
+  return {.cert = ReadFile("tls_cert_file", config_.tls_cert_file),
+          .key = ReadFile("tls_key_file", config_.tls_key_file),
+          .client_ca = ReadFile("tls_client_ca_file", config_.tls_client_ca_file),
+          .policy = ReadFile("auth_policy_file", config_.auth_policy_file),
+          .tokens = ReadFile("auth_token_file", config_.auth_token_file)};
 }
 
 absl::Status Security::Apply(const Contents& contents) {
@@ -95,20 +85,23 @@ absl::Status Security::ApplyTls(const Contents& contents) {
                          contents.client_ca == contents_.client_ca)) {
     return absl::OkStatus();
   }
+  for (const File* file : {&contents.cert, &contents.key, &contents.client_ca}) {
+    if (!file->status.ok()) return file->status;
+  }
   const auto of_cert = [&](const absl::Status& status) {
     return InFile("tls_cert_file", config_.tls_cert_file, status);
   };
-  absl::StatusOr<std::vector<CertificateFacts>> chain = ReadCertificates(contents.cert);
+  absl::StatusOr<std::vector<CertificateFacts>> chain = ReadCertificates(contents.cert.text);
   if (!chain.ok()) return of_cert(chain.status());
   if (absl::Status status = CheckValidity(*chain, absl::Now()); !status.ok()) {
     return of_cert(status);
   }
-  if (absl::Status status = CheckKeyPair(contents.cert, contents.key); !status.ok()) {
+  if (absl::Status status = CheckKeyPair(contents.cert.text, contents.key.text); !status.ok()) {
     return InFile("tls_key_file", config_.tls_key_file, status);
   }
   if (!config_.tls_client_ca_file.empty()) {
     absl::StatusOr<std::vector<CertificateFacts>> authorities =
-        ReadCertificates(contents.client_ca);
+        ReadCertificates(contents.client_ca.text);
     if (!authorities.ok()) {
       return InFile("tls_client_ca_file", config_.tls_client_ca_file, authorities.status());
     }
@@ -123,7 +116,7 @@ absl::Status Security::ApplyTls(const Contents& contents) {
   contents_.client_ca = contents.client_ca;
   absl::MutexLock lock(&mu_);
   tls_identity_ = std::make_shared<const TlsIdentity>(
-      TlsIdentity{contents.cert, contents.key, contents.client_ca, expiry});
+      TlsIdentity{contents.cert.text, contents.key.text, contents.client_ca.text, expiry});
   return absl::OkStatus();
 }
 
@@ -131,7 +124,8 @@ absl::Status Security::ApplyPolicy(const Contents& contents) {
   if (config_.auth_policy_file.empty() || contents.policy == contents_.policy) {
     return absl::OkStatus();
   }
-  absl::StatusOr<Policy> policy = Policy::Parse(contents.policy);
+  if (!contents.policy.status.ok()) return contents.policy.status;
+  absl::StatusOr<Policy> policy = Policy::Parse(contents.policy.text);
   if (!policy.ok()) {
     return InFile("auth_policy_file", config_.auth_policy_file, policy.status());
   }
@@ -146,7 +140,8 @@ absl::Status Security::ApplyTokens(const Contents& contents) {
   if (config_.auth_token_file.empty() || contents.tokens == contents_.tokens) {
     return absl::OkStatus();
   }
-  absl::StatusOr<TokenSet> tokens = TokenSet::Parse(contents.tokens);
+  if (!contents.tokens.status.ok()) return contents.tokens.status;
+  absl::StatusOr<TokenSet> tokens = TokenSet::Parse(contents.tokens.text);
   if (!tokens.ok()) return InFile("auth_token_file", config_.auth_token_file, tokens.status());
   spdlog::info("tokens {}: {} names", config_.auth_token_file, tokens->size());
   contents_.tokens = contents.tokens;
@@ -167,21 +162,15 @@ void Security::WatchLoop() {
 }
 
 void Security::Refresh() {
-  absl::Status status;
   // Files of a swapped folder may come from both sides of the swap: what is read twice alike is
   // whole, what is not is read again a second later.
-  absl::StatusOr<Contents> contents = ReadAll();
-  if (contents.ok()) {
-    if (*contents == contents_) {
-      last_complaint_.clear();
-      return;
-    }
-    absl::StatusOr<Contents> again = ReadAll();
-    if (!again.ok() || !(*again == *contents)) return;
-    status = Apply(*contents);
-  } else {
-    status = contents.status();
+  const Contents contents = ReadAll();
+  if (contents == contents_) {
+    last_complaint_.clear();
+    return;
   }
+  if (!(ReadAll() == contents)) return;
+  const absl::Status status = Apply(contents);
   if (status.ok()) {
     last_complaint_.clear();
     return;

@@ -83,16 +83,22 @@ class Security {
   int64_t num_reload_failures() const;
 
  private:
-  // A file, or a set of files, as last read.
+  // A file as last read: its text, or why it cannot be read.
+  struct File {
+    std::string text;
+    absl::Status status;
+    friend bool operator==(const File&, const File&) = default;
+  };
   struct Contents {
-    std::string cert, key, client_ca, policy, tokens;
+    File cert, key, client_ca, policy, tokens;
     friend bool operator==(const Contents&, const Contents&) = default;
   };
 
   explicit Security(const SecurityConfig& config) : config_(config) {}
 
-  absl::StatusOr<Contents> ReadAll() const;
-  // Takes over what differs from `contents_`; each group by itself.
+  static File ReadFile(const char* flag, const std::string& path);
+  Contents ReadAll() const;
+  // Takes over what differs from `contents_`; each group by itself, whatever is wrong with others.
   absl::Status Apply(const Contents& contents);
   absl::Status ApplyTls(const Contents& contents);
   absl::Status ApplyPolicy(const Contents& contents);

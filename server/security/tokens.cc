@@ -2,6 +2,7 @@
 
 #include <openssl/sha.h>
 
+#include <algorithm>
 #include <nlohmann/json.hpp>
 #include <set>
 
@@ -50,6 +51,11 @@ absl::StatusOr<TokenSet> TokenSet::Parse(std::string_view text) {
     }
   }
   return tokens;
+}
+
+bool TokenSet::HasName(std::string_view name) const {
+  return std::any_of(names_.begin(), names_.end(),
+                     [name](const auto& entry) { return entry.second == name; });
 }
 
 std::optional<std::string> TokenSet::NameOf(std::string_view token) const {

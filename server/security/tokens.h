@@ -31,6 +31,9 @@ class TokenSet {
   // The name of a token; nothing when it is not known.
   std::optional<std::string> NameOf(std::string_view token) const;
 
+  // Whether a token of that name is known.
+  bool HasName(std::string_view name) const;
+
   size_t size() const { return names_.size(); }
 
  private:

@@ -5,12 +5,20 @@
 #include <map>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "server/compute/cuda_backend.h"
 #include "server/memory/system_memory.h"
+#include "server/shard/nvidia_driver.h"
 #include "spdlog/spdlog.h"
 
 namespace lmhead {
 namespace {
+
+#ifdef LMHEAD_HAVE_CUDA
+constexpr bool kBuiltWithCuda = true;
+#else
+constexpr bool kBuiltWithCuda = false;
+#endif
 
 std::string ProcessorModel() {
   std::ifstream file("/proc/cpuinfo");
@@ -38,15 +46,31 @@ int32_t Hardware::MostRanksOnADevice() const {
   return most;
 }
 
+std::string WhyNoGpu() {
+  std::string why_not;
+  if (CudaAvailable(&why_not)) return "";
+  if (!kBuiltWithCuda) return why_not;
+  // CUDA itself calls a driver that is not there one that is too old.
+  const absl::StatusOr<NvidiaDriver> driver = ReadNvidiaDriver();
+  if (!driver.ok()) {
+    return absl::StrCat(driver.status().message(), ": ", kMendDriver, "; or use --backend=cpu");
+  }
+  return absl::StrCat("NVIDIA driver ", driver->version, ", CUDA ", driver->cuda_version, ", ",
+                      driver->devices.size(), " GPUs: ", why_not);
+}
+
 absl::StatusOr<Hardware> ChooseHardware(BackendChoice choice, const std::vector<int>& devices,
                                         int32_t num_ranks) {
   if (choice == BackendChoice::kCpu) return DescribeCpu(num_ranks);
-  std::string why_not;
-  if (!CudaAvailable(&why_not)) {
+  if (const std::string why_not = WhyNoGpu(); !why_not.empty()) {
     if (choice == BackendChoice::kCuda) {
       return absl::UnavailableError(absl::StrCat("--backend=cuda: ", why_not));
     }
-    spdlog::info("no GPU: {}; computing on the CPU", why_not);
+    if (!devices.empty()) {
+      return absl::UnavailableError(
+          absl::StrCat("--devices=", absl::StrJoin(devices, ","), ": ", why_not));
+    }
+    spdlog::info("computing on the CPU: {}", why_not);
     return DescribeCpu(num_ranks);
   }
   Hardware hardware = {.kind = BackendKind::kCuda, .backend = "cuda"};

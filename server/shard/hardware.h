@@ -27,8 +27,13 @@ struct Hardware {
   int32_t MostRanksOnADevice() const;
 };
 
+// Why heads cannot compute on a GPU here, and what to do; empty when they can. Slow at the first
+// call (it starts CUDA).
+std::string WhyNoGpu();
+
 // The devices of `num_ranks` ranks of this process: the processor, or the GPUs `devices` in turn,
-// device 0 when none are named. UNAVAILABLE for a backend or a device that is not there.
+// device 0 when none are named. UNAVAILABLE for a backend or a device that is not there: with kAuto
+// the processor takes the place of GPUs, but not of those that are named.
 absl::StatusOr<Hardware> ChooseHardware(BackendChoice choice, const std::vector<int>& devices,
                                         int32_t num_ranks);
 

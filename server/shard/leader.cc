@@ -13,6 +13,7 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
 #include "lmhead/v1/shard.grpc.pb.h"
+#include "proto/wire/reflection.h"
 #include "proto/wire/status.h"
 #include "spdlog/spdlog.h"
 
@@ -78,6 +79,7 @@ ShardLeader::Impl::Impl(const Options& options, RankPool* pool,
 
 absl::Status ShardLeader::Impl::Start() {
   grpc::ServerBuilder builder;
+  LeaveReflectionAway(&builder);
   builder.SetMaxReceiveMessageSize(-1);
   builder.SetMaxSendMessageSize(-1);
   builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);

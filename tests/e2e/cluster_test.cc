@@ -2,9 +2,11 @@
 
 #include <gmock/gmock.h>
 #include <grpcpp/grpcpp.h>
+#include <grpcpp/impl/client_unary_call.h>
 #include <gtest/gtest.h>
 #include <signal.h>
 
+#include <algorithm>
 #include <atomic>
 #include <nlohmann/json.hpp>
 #include <thread>
@@ -16,6 +18,7 @@
 #include "tests/e2e/service_fixture.h"
 #include "tests/util/certificates.h"
 #include "tests/util/command.h"
+#include "tests/util/temporary_folder.h"
 
 namespace lmhead::e2e {
 namespace {
@@ -71,6 +74,39 @@ TEST(Health, AnswersWithinASecondUnderFullLoad) {
   stop = true;
   for (std::thread& thread : load) thread.join();
   EXPECT_EQ(num_answers, 60);
+}
+
+// What a call of the reflection service at an address is answered with.
+grpc::StatusCode AskForReflection(const std::string& address) {
+  grpc::ClientContext context;
+  context.set_deadline(absl::ToChronoTime(absl::Now() + absl::Seconds(30)));
+  context.set_wait_for_ready(true);
+  const auto channel = grpc::CreateChannel(address, grpc::InsecureChannelCredentials());
+  const grpc::internal::RpcMethod method(
+      "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+      grpc::internal::RpcMethod::NORMAL_RPC, channel);
+  // Field 1 is the host there, the service here; the answer's fields do not matter.
+  grpc::health::v1::HealthCheckRequest request;
+  grpc::health::v1::HealthCheckResponse response;
+  return grpc::internal::BlockingUnaryCall(channel.get(), method, &context, request, &response)
+      .error_code();
+}
+
+TEST(Reflection, IsServedOnlyWhenAskedFor) {
+  const std::vector<std::string> flags = {"--health_listen=127.0.0.1:0", "--ranks=2",
+                                          "--local_ranks=1", "--group_listen=127.0.0.1:0"};
+  auto server = StartServer(flags);
+  for (const std::string& address :
+       {server->address(), server->health_address(), server->group_address()}) {
+    EXPECT_EQ(AskForReflection(address), grpc::StatusCode::UNIMPLEMENTED) << address;
+  }
+  auto open = flags;
+  open.push_back("--reflection");
+  server = StartServer(open);
+  EXPECT_NE(AskForReflection(server->address()), grpc::StatusCode::UNIMPLEMENTED);
+  for (const std::string& address : {server->health_address(), server->group_address()}) {
+    EXPECT_EQ(AskForReflection(address), grpc::StatusCode::UNIMPLEMENTED) << address;
+  }
 }
 
 // The lines of a JSON log; a line that is no object fails the test.
@@ -153,6 +189,42 @@ TEST(JsonLogs, TakeTheLinesOfGrpcIn) {
   EXPECT_TRUE(told) << server->Log();
 }
 
+TEST(Logs, WhoKnocksOftenFillsThemNot) {
+  const TestAuthority authority("authority");
+  const Leaf leaf = authority.Issue({"DNS:localhost"});
+  const SecretFolder files({{"tls.crt", leaf.cert_pem}, {"tls.key", leaf.key_pem}});
+  auto server = StartServer({absl::StrCat("--tls_cert_file=", files.Path("tls.crt")),
+                             absl::StrCat("--tls_key_file=", files.Path("tls.key"))});
+  // None of these handshakes gets anywhere.
+  constexpr int kKnocks = 200;
+  const std::string command =
+      absl::StrCat("curl -s -o /dev/null --max-time 5 http://", server->address());
+  RunCommand(absl::StrCat("for i in $(seq ", kKnocks, "); do ", command, "; done"));
+  ASSERT_EQ(server->Stop().value_or(-1), 0);
+  int told = 0;
+  for (const auto& line : absl::StrSplit(server->Log(), '\n')) {
+    if (line.find("gRPC: ") != absl::string_view::npos) ++told;
+  }
+  EXPECT_GT(told, 0) << server->Log();
+  EXPECT_LT(told, kKnocks / 2) << server->Log();
+}
+
+TEST(Logs, ACommandThatFailsSaysSoInOneLine) {
+  const TestAuthority authority("authority");
+  const TestAuthority stranger("stranger");
+  const Leaf leaf = authority.Issue({"DNS:localhost", "IP:127.0.0.1"});
+  const SecretFolder files(
+      {{"tls.crt", leaf.cert_pem}, {"tls.key", leaf.key_pem}, {"other.crt", stranger.cert_pem()}});
+  auto server = StartServer({absl::StrCat("--tls_cert_file=", files.Path("tls.crt")),
+                             absl::StrCat("--tls_key_file=", files.Path("tls.key"))});
+  const CommandResult output =
+      RunCommand(absl::StrCat(LmheadBinary(), " status --address=", server->address(),
+                              " --tls_ca_file=", files.Path("other.crt"), " 2>&1"));
+  EXPECT_EQ(output.exit_code, 1);
+  EXPECT_THAT(output.output, HasSubstr("certificate verify failed"));
+  EXPECT_EQ(std::count(output.output.begin(), output.output.end(), '\n'), 1) << output.output;
+}
+
 TEST(Signals, ASecondSigtermIsQuickAndStillExitsWithZero) {
   auto server = StartServer({"--drain_timeout_seconds=3600"});
   auto client = ConnectTo(server->address());
@@ -176,6 +248,22 @@ TEST(Serve, RefusesPlaintextThatOthersReach) {
   LMHEAD_ASSERT_OK(LocalServer::Start(LmheadBinary(), {"--listen=0.0.0.0:0", "--insecure"}));
 }
 
+TEST(Serve, TakesNoSocketFromAServerThatRuns) {
+  const TemporaryFolder folder;
+  const std::string listen = absl::StrCat("--listen=unix:", folder.Path("lmhead.sock"));
+  auto server = StartServer({listen});
+  for (const std::string& other :
+       {listen, absl::StrCat("--health_listen=unix:", folder.Path("lmhead.sock"))}) {
+    const auto second = LocalServer::Start(LmheadBinary(), {"--listen=127.0.0.1:0", other});
+    ASSERT_FALSE(second.ok());
+    EXPECT_THAT(std::string(second.status().message()), HasSubstr("another process does"));
+  }
+  EXPECT_NE(ConnectTo(server->address()), nullptr);
+  // A socket that was left behind is no server.
+  server->Kill();
+  EXPECT_NE(ConnectTo(StartServer({listen})->address()), nullptr);
+}
+
 // --- lmhead doctor ---
 
 CommandResult RunLmhead(const std::string& arguments) {
@@ -191,6 +279,26 @@ nlohmann::json FindingOf(const CommandResult& output, const std::string& check) 
     if (finding["check"] == check) return finding;
   }
   return nullptr;
+}
+
+// The doctor asks what serve asks, so that the two cannot differ; what is wrong is not guessed
+// here.
+TEST(Doctor, SaysOfGpusWhatServeSays) {
+  for (const char* flags : {"--backend=cuda", "--devices=0,1", "--devices=1000000"}) {
+    const CommandResult output =
+        RunLmhead(absl::StrCat("doctor --json --listen=127.0.0.1:0 ", flags));
+    const nlohmann::json finding = FindingOf(output, "backend");
+    ASSERT_FALSE(finding.is_null()) << output.output;
+    if (finding["severity"] == "ok") continue;  // There are such GPUs.
+    EXPECT_EQ(finding["severity"], "fail") << finding;
+    auto server = LocalServer::Start(LmheadBinary(), {flags});
+    ASSERT_FALSE(server.ok()) << flags;
+    const std::string said(server.status().message());
+    EXPECT_THAT(said, HasSubstr(finding["what"].get<std::string>()));
+    EXPECT_THAT(said, HasSubstr(std::string(flags).substr(0, 9)));
+    // What CUDA says of a driver that is not there.
+    EXPECT_THAT(said, testing::Not(HasSubstr("no CUDA device: CUDA driver version")));
+  }
 }
 
 TEST(Doctor, FindsNothingWrongWithAGoodSetUp) {
@@ -212,6 +320,27 @@ TEST(Doctor, FindsNothingWrongWithAGoodSetUp) {
   for (const char* check : {"/dev/shm", "memlock", "nofile", "clock", "memory"}) {
     EXPECT_FALSE(FindingOf(output, check).is_null()) << check << output.output;
   }
+}
+
+TEST(Doctor, WarnsOfIdentitiesThatNobodyHas) {
+  const TestAuthority authority("authority");
+  const Leaf leaf = authority.Issue({"DNS:head-0"});
+  const SecretFolder files(
+      {{"tls.crt", leaf.cert_pem},
+       {"tls.key", leaf.key_pem},
+       {"tokens.json",
+        absl::StrCat(R"({"tokens": [{"name": "ci", "sha256": ")", std::string(64, 'a'), R"("}]})")},
+       {"policy.json", R"({"identities": [{"token": "ci", "roles": ["admin"]},
+                                          {"token": "cl", "roles": ["admin"]},
+                                          {"name": "ops.example.org", "roles": ["admin"]}]})"}});
+  const CommandResult output = RunLmhead(absl::StrCat(
+      "doctor --backend=cpu --listen=127.0.0.1:0 --tls_cert_file=", files.Path("tls.crt"),
+      " --tls_key_file=", files.Path("tls.key"), " --auth_policy_file=", files.Path("policy.json"),
+      " --auth_token_file=", files.Path("tokens.json")));
+  EXPECT_EQ(output.exit_code, 0) << output.output;
+  EXPECT_THAT(output.output, HasSubstr("nobody can come as token cl"));
+  EXPECT_THAT(output.output, HasSubstr("nobody can come as certificate ops.example.org"));
+  EXPECT_THAT(output.output, testing::Not(HasSubstr("nobody can come as token ci")));
 }
 
 TEST(Doctor, SaysWhatIsWrongAndHowToMendIt) {
@@ -237,6 +366,17 @@ TEST(Doctor, SaysWhatIsWrongAndHowToMendIt) {
   } cases[] = {
       {absl::StrCat("--listen=", server->address()), "port --listen", "fail", "in use"},
       {"--listen=no-port", "port --listen", "fail", "no port"},
+      {"--listen=127.0.0.1:99999", "port --listen", "fail", "0 to 65535"},
+      {"--metrics_listen=unix:/tmp/m", "port --metrics_listen", "fail", "wanted host:port"},
+      {absl::StrCat("--metrics_listen=", server->address()), "port --metrics_listen", "fail",
+       "in use"},
+      {"--health_listen=127.0.0.1:64999 --metrics_listen=127.0.0.1:64999", "port --health_listen",
+       "fail", "in use"},
+      {"--ranks=3 --replicas=2", "flags", "fail", "--replicas: got 2"},
+      {"--staging_slots=0", "flags", "fail", "--staging_slots: got 0"},
+      {"--drain_timeout_seconds=-1", "flags", "fail", "--drain_timeout_seconds: got -1"},
+      {"--log_format=xml", "flags", "fail", "--log_format: got 'xml'"},
+      {"--collective=mpi", "flags", "fail", "--collective: got 'mpi'"},
       {"--listen=0.0.0.0:0", "security", "fail", "--insecure"},
       {"--listen=0.0.0.0:0 --insecure", "security", "warn", "plaintext"},
       {absl::StrCat("--tls_cert_file=", files.Path("expired.crt"),

@@ -246,5 +246,20 @@ TEST_F(SecurityTest, KeepsTheLastGoodFilesWhenNewOnesAreBroken) {
   EXPECT_EQ(security->Identify(trainer)->grant.roles, static_cast<RoleSet>(Role::kMonitor));
 }
 
+TEST_F(SecurityTest, AFileThatIsGoneHoldsUpNoOther) {
+  config_.tls_client_ca_file = files_->Path("ca.crt");
+  config_.auth_token_file = files_->Path("tokens.json");
+  config_.auth_policy_file = files_->Path("policy.json");
+  const auto security = Load();
+  const CallerFacts trainer = {.certificate_names = {"trainer-0"}, .has_certificate = true};
+  ASSERT_EQ(security->Identify(trainer)->grant.roles, static_cast<RoleSet>(Role::kMonitor));
+  // Who is taken out of the policy has lost his role, whatever became of the tokens.
+  files_->Swap({{"tokens.json", ""}, {"policy.json", R"({"identities": []})"}});
+  EXPECT_TRUE(Eventually([&] { return security->Identify(trainer)->grant.roles == 0; }));
+  EXPECT_EQ(security->num_reload_failures(), 1);
+  const auto by_token = security->Identify({.authorization = absl::StrCat("Bearer ", kToken)});
+  EXPECT_TRUE(by_token.ok()) << by_token.status();
+}
+
 }  // namespace
 }  // namespace lmhead

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
 #include "absl/time/clock.h"
 #include "tests/e2e/service_fixture.h"
 #include "tests/shard/shard_processes.h"
@@ -19,7 +20,10 @@ namespace {
 
 using e2e::HeadShape;
 using e2e::Rows;
+using ::testing::AllOf;
+using ::testing::EndsWith;
 using ::testing::HasSubstr;
+using ::testing::StartsWith;
 
 constexpr absl::Duration kPatience = absl::Seconds(60);
 
@@ -128,9 +132,16 @@ TEST_F(ShardSecurityTest, AFollowerWithTheRightCertificateIsARank) {
 }
 
 TEST_F(ShardSecurityTest, AFollowerThatDoesNotTrustTheLeaderSaysSo) {
-  const auto follower = StartFollower("theirs.crt", CertificateFlags("node"));
+  std::vector<std::string> flags = CertificateFlags("node");
+  flags.push_back("--log_format=json");
+  const auto follower = StartFollower("theirs.crt", flags);
   // The leader sees no more than a connection that ended.
   ExpectRefused(*follower, {"certificate verify failed", "--tls_ca_file"}, "rank 1 is away");
+  // Also of gRPC's own lines, each is an object.
+  EXPECT_THAT(follower->Log(), HasSubstr("gRPC: "));
+  for (const auto& line : absl::StrSplit(follower->Log(), '\n', absl::SkipEmpty())) {
+    EXPECT_THAT(std::string(line), AllOf(StartsWith("{"), EndsWith("}")));
+  }
 }
 
 TEST_F(ShardSecurityTest, AFollowerWithoutACertificateIsRefused) {
