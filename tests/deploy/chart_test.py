@@ -208,7 +208,87 @@ class Values(unittest.TestCase):
         self.refused({"flags": {"batchTokens": 1}}, "batchTokens")
 
     def test_flags_that_the_chart_owns_are_refused(self):
-        self.refused({"flags": {"listen": "0.0.0.0:1"}}, "invalid propertyName 'listen'")
+        self.refused({"flags": {"listen": "0.0.0.0:1"}}, "additional properties 'listen' not allowed")
+
+    def test_flags_are_the_server_s(self):
+        """Each flag of serve is either in the schema, or the chart sets it by itself."""
+        schema = json.loads((chart.CHART / "values.schema.json").read_text())["properties"]["flags"]["properties"]
+        text = subprocess.run([LMHEAD, "serve", "--help"], check=True, capture_output=True, text=True).stdout
+        flags = set(re.findall(r"^  --(\w+)  \(default: ", text, re.M))
+        set_by_itself = {"auth_policy_file", "auth_token_file", "backend", "checkpoint_dir", "checkpoint_keep", "collective_host", "devices",
+                         "drain_timeout_seconds", "group_listen", "health_listen", "insecure", "listen", "local_ranks", "metrics_listen",
+                         "ranks", "ready_file", "replicas", "restore", "tls_cert_file", "tls_client_ca_file", "tls_key_file"}
+        self.assertEqual(flags - set_by_itself, set(schema))
+
+    def test_bounds_of_flags_are_the_server_s(self):
+        schema = json.loads((chart.CHART / "values.schema.json").read_text())["properties"]["flags"]["properties"]
+
+        def complaint(flag, value):
+            result = subprocess.run([LMHEAD, "doctor", "--json", "--backend=cpu", "--listen=127.0.0.1:0", f"--{flag}={value}"],
+                                    capture_output=True, text=True)
+            return [f["what"] for f in json.loads(result.stdout)["findings"] if f["check"] == "flags"]
+
+        # More streams than slots have a message of their own.
+        numbers = {name: rule for name, rule in schema.items() if "minimum" in rule and name != "max_streams"}
+        self.assertGreater(len(numbers), 5)
+        for name, rule in numbers.items():
+            with self.subTest(name):
+                for value in (rule["minimum"], rule["maximum"]):
+                    self.assertEqual([], complaint(name, value))
+                below = rule["minimum"] - (1 if isinstance(rule["minimum"], int) else 0.05)
+                for value in (below, rule["maximum"] + 1):
+                    self.assertTrue(complaint(name, value), value)
+                    self.refused({"flags": {name: value}}, name)
+        for name, rule in schema.items():
+            for word in [w for w in rule.get("enum", []) if isinstance(w, str)]:
+                self.assertEqual([], complaint(name, word))
+        self.assertTrue(complaint("log_level", "loud"))
+        self.refused({"flags": {"log_level": "loud"}}, "log_level")
+
+    def test_values_that_make_no_sense_together_are_refused(self):
+        tls = {"tls": {"secretName": "s"}}
+        admin, token = {"name": "a", "roles": ["admin"]}, {"token": "a", "roles": ["shard"]}
+        for values, message in (
+            ({"ports": {"metrics": 50051}}, "ports: grpc and metrics are both 50051"),
+            ({"hostGroup": {"rollOut": True}}, "wanted hosts above 1"),
+            ({"hostGroup": {"exclusiveTopology": "rack"}}, "wanted hosts above 1"),
+            ({"flags": {"max_streams": 17}}, "flags.max_streams: got 17, wanted at most flags.staging_slots, 16"),
+            ({"sharedMemory": {"sizeLimit": "8.5Gi"}}, "sharedMemory.sizeLimit: got 8.5Gi"),
+            ({"resources": {"limits": {"memory": 4294967296}}}, "resources.requests.memory: it is above resources.limits.memory"),
+            ({"serviceMonitor": {"interval": "5s"}}, "serviceMonitor.scrapeTimeout: got 10s, wanted at most serviceMonitor.interval, 5s"),
+            ({"security": tls | {"policy": {"identities": [token]}}}, "wanted tokensSecretName"),
+            ({"security": {"tls": {"secretName": "s", "clientCertificates": False}, "tokensSecretName": "t",
+                           "policy": {"identities": [admin]}}}, "wanted tls.clientCertificates"),
+            ({"security": tls | {"policy": {"identities": [admin, admin]}}}, "name a is listed twice"),
+            # Followers show a certificate, never a token.
+            ({"hosts": 2, "security": tls | {"tokensSecretName": "t", "policy": {"identities": [token]}}}, "needs role shard"),
+        ):
+            with self.subTest(message):
+                self.refused(values, message)
+        with self.assertRaisesRegex(helm.HelmError, "a letter first"):
+            self.render({}, name="1st")
+        self.render({"serviceMonitor": {"interval": "1m30s", "scrapeTimeout": "1m"}, "flags": {"max_streams": 17, "staging_slots": 17},
+                     "resources": {"limits": {"memory": "1.5Gi"}, "requests": {"cpu": 0.5, "memory": 1073741824}}})
+
+    def test_values_that_kubernetes_would_refuse_are_refused(self):
+        for values, word in (
+            ({"podLabels": {"app.kubernetes.io/name": "x"}}, "app.kubernetes.io/name"),
+            ({"podLabels": {"team": "a b"}}, "podLabels/team"),
+            ({"podDisruptionBudget": {"maxUnavailable": "150%"}}, "maxUnavailable"),
+            ({"image": {"repository": "registry/lmhead:1.0"}}, "repository"),
+            ({"image": {"tag": "a b"}}, "tag"),
+            ({"gpu": {"resource": "gpu"}}, "resource"),
+            ({"fullnameOverride": "9lives"}, "fullnameOverride"),
+            ({"checkpoints": {"size": "0"}}, "size"),
+            ({"resources": {"limits": {"memory": "much"}}}, "memory"),
+            ({"security": {"tls": {"secretName": "My Secret"}}}, "secretName"),
+            ({"serviceMonitor": {"interval": "0s"}}, "interval"),
+            ({"networkPolicy": {"trainers": [{}]}}, "trainers"),
+            ({"extraEnv": [{"value": "x"}]}, "name"),
+        ):
+            with self.subTest(word):
+                self.refused(values, word)
+        self.render({"image": {"repository": "localhost:5000/team/lmhead"}})
 
     def test_security_has_to_be_chosen_and_to_fit_together(self):
         tls = {"secretName": "s"}
@@ -291,7 +371,7 @@ class Values(unittest.TestCase):
         self.assertFalse([a for a in chart.servers(self.render({"gpu": {"count": 4}}))[0]["args"] if a.startswith("--replicas")])
         self.refused({"gpu": {"count": 4}, "headReplicas": 3}, "headReplicas: got 3, wanted a divisor of hosts * gpu.count, 4")
         self.refused({"headReplicas": 2}, "headReplicas: got 2, wanted a divisor of hosts * gpu.count, 1")
-        self.refused({"flags": {"replicas": 2}}, "invalid propertyName 'replicas'")
+        self.refused({"flags": {"replicas": 2}}, "additional properties 'replicas' not allowed")
 
     def test_names_are_stable(self):
         """A trainer has the pod's name in its settings, so neither a version nor another value may change it."""

@@ -17,10 +17,6 @@ A pod with the GPUs of one host: `lmhead serve`, or `lmhead follow` on the furth
 - --group_listen=0.0.0.0:{{ .Values.ports.group }}
 - --collective_host=$(POD_IP)
 {{- end }}
-{{- $ranks := mul .Values.hosts (max 1 .Values.gpu.count) }}
-{{- if ne (mod $ranks .Values.headReplicas) 0 -}}
-{{- fail (printf "headReplicas: got %d, wanted a divisor of hosts * gpu.count, %d" (int .Values.headReplicas) $ranks) -}}
-{{- end }}
 {{- if gt (int .Values.headReplicas) 1 }}
 - --replicas={{ .Values.headReplicas }}
 {{- end }}
@@ -67,24 +63,9 @@ A pod with the GPUs of one host: `lmhead serve`, or `lmhead follow` on the furth
 
 {{- define "lmhead.securityArgs" -}}
 {{- $security := .Values.security -}}
-{{- if and $security.insecure $security.tls.secretName -}}
-{{- fail "security: insecure and tls.secretName exclude each other" -}}
-{{- else if $security.tls.secretName -}}
-{{- if and $security.policy (not $security.tls.clientCertificates) (not $security.tokensSecretName) -}}
-{{- fail "security.policy needs identities to judge: set tls.clientCertificates or tokensSecretName" -}}
-{{- end }}
-{{- if gt (int .Values.hosts) 1 }}
-{{- if and $security.tokensSecretName (not $security.tls.clientCertificates) -}}
-{{- fail "hosts: the pods of further hosts show the certificate of tls.secretName and no token: set tls.clientCertificates" -}}
-{{- end }}
-{{- if $security.policy }}
-{{- $shards := list -}}
-{{- range $security.policy.identities }}{{ if has "shard" .roles }}{{ $shards = append $shards . }}{{ end }}{{ end }}
-{{- if not $shards -}}
-{{- fail "security.policy: with hosts above 1 a name of the certificate of tls.secretName needs role shard" -}}
-{{- end }}
-{{- end }}
-{{- end }}
+{{- if $security.insecure }}
+- --insecure=true
+{{- else }}
 - --tls_cert_file=/etc/lmhead/tls/tls.crt
 - --tls_key_file=/etc/lmhead/tls/tls.key
 {{- if $security.tls.clientCertificates }}
@@ -96,13 +77,7 @@ A pod with the GPUs of one host: `lmhead serve`, or `lmhead follow` on the furth
 {{- if $security.tokensSecretName }}
 - --auth_token_file=/etc/lmhead/tokens/tokens.json
 {{- end }}
-{{- else if or $security.policy $security.tokensSecretName -}}
-{{- fail "security: policy and tokensSecretName need tls.secretName: roles and tokens travel over TLS only" -}}
-{{- else if $security.insecure }}
-- --insecure=true
-{{- else -}}
-{{- fail "security: set tls.secretName, or insecure: true where the network keeps strangers out" -}}
-{{- end -}}
+{{- end }}
 {{- end -}}
 
 {{/* Whole folders, never subPath: Kubernetes renews them by swapping a link, which a file that is mounted by itself would not see. */}}
@@ -242,10 +217,6 @@ volumeMounts:
 {{- define "lmhead.podTemplate" -}}
 {{- $container := include "lmhead.container" . -}}
 {{- with .root -}}
-{{- $least := add (int .Values.drainTimeoutSeconds) 15 -}}
-{{- if lt (int .Values.terminationGracePeriodSeconds) (int $least) -}}
-{{- fail (printf "terminationGracePeriodSeconds: got %d, wanted at least %d: drainTimeoutSeconds and 15 s for the rest of the stop" (int .Values.terminationGracePeriodSeconds) $least) -}}
-{{- end -}}
 metadata:
   labels:
     {{- include "lmhead.labels" . | nindent 4 }}
