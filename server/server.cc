@@ -2,7 +2,6 @@
 
 #include <grpcpp/ext/proto_server_reflection_plugin.h>
 #include <grpcpp/grpcpp.h>
-#include <grpcpp/health_check_service_interface.h>
 #include <grpcpp/resource_quota.h>
 
 #include <algorithm>
@@ -32,6 +31,7 @@
 #include "server/rpc/call_guard.h"
 #include "server/rpc/guarded_service.h"
 #include "server/rpc/health_server.h"
+#include "server/rpc/health_service.h"
 #include "server/rpc/restore.h"
 #include "server/rpc/service.h"
 #include "server/security/security.h"
@@ -158,6 +158,7 @@ class Server::Impl {
   std::map<std::string, absl::Time> checkpointed_at_ ABSL_GUARDED_BY(gauges_mu_);  // By head.
 
   // In the order of use: each outlives those below it.
+  HealthService health_service_;          // At --listen.
   std::unique_ptr<HealthServer> health_;  // Answers until the end.
   std::unique_ptr<Security> security_;
   std::shared_ptr<grpc::ServerCredentials> credentials_;
@@ -421,7 +422,6 @@ void Server::Impl::SetArguments(grpc::ServerBuilder* builder) const {
 absl::Status Server::Impl::ServeGrpc() {
   absl::Status free = CheckSocketIsFree("listen", config_.listen);
   if (!free.ok()) return free;
-  grpc::EnableDefaultHealthCheckService(true);
   if (config_.reflection) grpc::reflection::InitProtoReflectionServerBuilderPlugin();
   grpc::ServerBuilder builder;
   if (!config_.reflection) LeaveReflectionAway(&builder);
@@ -430,6 +430,7 @@ absl::Status Server::Impl::ServeGrpc() {
   builder.AddListeningPort(config_.listen, credentials_, &port);
   guarded_ = std::make_unique<GuardedService>(service_.get(), guard_.get(), heads_.get());
   builder.RegisterService(guarded_.get());
+  builder.RegisterService(&health_service_);
   std::unique_ptr<grpc::Server> server = builder.BuildAndStart();
   if (server == nullptr) {
     return absl::UnavailableError(
@@ -442,7 +443,6 @@ absl::Status Server::Impl::ServeGrpc() {
     absl::MutexLock lock(&ready_mu_);
     grpc_ = std::move(server);
   }
-  grpc_->GetHealthCheckService()->SetServingStatus("liveness", true);
   SetServing(true);
   watchdog_ = std::make_unique<StepWatchdog>(
       heads_.get(),
@@ -463,9 +463,7 @@ void Server::Impl::UpdateReadiness() {
   absl::MutexLock lock(&ready_mu_);
   if (grpc_ == nullptr) return;
   const bool ready = serving_ && ranks_->ready();
-  for (const char* name : {"", "readiness"}) {
-    grpc_->GetHealthCheckService()->SetServingStatus(name, ready);
-  }
+  health_service_.SetReady(ready);
   if (health_ != nullptr) health_->SetReady(ready);
 }
 

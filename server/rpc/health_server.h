@@ -2,8 +2,7 @@
 // ask.
 //
 // It has threads of its own, so that the data plane under full load does not keep it from
-// answering, and serves nothing else. `liveness` is SERVING while the process runs; `readiness` and
-// the empty name say what SetReady was told.
+// answering, and serves nothing else.
 
 #ifndef LMHEAD_SERVER_RPC_HEALTH_SERVER_H_
 #define LMHEAD_SERVER_RPC_HEALTH_SERVER_H_
@@ -14,6 +13,7 @@
 #include <string>
 
 #include "absl/status/statusor.h"
+#include "server/rpc/health_service.h"
 
 namespace lmhead {
 
@@ -30,10 +30,9 @@ class HealthServer {
   int port() const { return port_; }
 
  private:
-  class Service;
   HealthServer();
 
-  std::unique_ptr<Service> service_;
+  std::unique_ptr<HealthService> service_;
   std::unique_ptr<grpc::Server> server_;
   int port_ = 0;
 };
