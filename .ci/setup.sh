@@ -15,7 +15,7 @@ build=(
   libgtest-dev libgmock-dev
 )
 # Version 14 of the LLVM tools by name: both systems have it, and formatting differs between versions.
-checks=(clang-format-14 clang-tidy-14 dpkg-dev file python3 python3-protobuf python3-venv shellcheck curl prometheus systemd openssl lintian)
+checks=(clang-format-14 clang-tidy-14 dpkg-dev file python3 python3-protobuf python3-venv shellcheck curl prometheus systemd openssl lintian debootstrap)
 # For the tests of the Python package.
 python=(python3-torch python3-numpy python3-pip python3-setuptools python3-wheel patchelf)
 

@@ -5,7 +5,7 @@ Usage: deb_root.py FOLDER-OF-PACKAGES --work FOLDER [--base BASE.tar] [--keep]
 
 BASE.tar is a bare Debian 12; without it debootstrap makes one. apt takes the dependencies from the network. The server is started as the
 unit starts it: as its user, with its flags; `lmhead status` has to answer, SIGTERM has to end it with status 0, and a purge may leave nothing but
-the state and its user. Needs root. Minutes: not part of `make test`.
+the state and its user. Needs root. Minutes: CI runs it after `make test`.
 """
 
 import argparse
