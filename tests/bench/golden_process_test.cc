@@ -2,11 +2,8 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <unistd.h>
 
-#include <cstdlib>
 #include <cstring>
-#include <filesystem>
 #include <fstream>
 #include <functional>
 #include <iterator>
@@ -16,6 +13,7 @@
 #include "absl/strings/str_cat.h"
 #include "tests/util/command.h"
 #include "tests/util/paths.h"
+#include "tests/util/temporary_folder.h"
 
 namespace lmhead::bench {
 namespace {
@@ -33,12 +31,6 @@ void FlipFirstSign(const std::string& tensor, std::string* bytes) {
 
 class GoldenCommandTest : public ::testing::Test {
  protected:
-  void SetUp() override {
-    std::string pattern = ::testing::TempDir() + "/golden_command_XXXXXX";
-    directory_ = mkdtemp(pattern.data());
-  }
-  void TearDown() override { std::filesystem::remove_all(directory_); }
-
   // Runs it; exit code into exit_code_, standard output is returned, errors with it when asked for.
   std::string Run(const std::string& arguments, bool with_errors = false) {
     const CommandResult result = RunCommand(absl::StrCat(
@@ -54,10 +46,10 @@ class GoldenCommandTest : public ::testing::Test {
     std::ifstream in(GoldenFolder() + "/" + name + ".safetensors", std::ios::binary);
     std::string bytes((std::istreambuf_iterator<char>(in)), std::istreambuf_iterator<char>());
     change(&bytes);
-    std::ofstream(directory_ + "/" + name + ".safetensors", std::ios::binary) << bytes;
+    std::ofstream(directory_.Path(name + ".safetensors"), std::ios::binary) << bytes;
   }
 
-  std::string directory_;
+  const TemporaryFolder directory_;
   int exit_code_ = -1;
 };
 
@@ -94,7 +86,7 @@ TEST_F(GoldenCommandTest, EveryCasePassesOnShards) {
 TEST_F(GoldenCommandTest, ACaseWithAWrongResultFails) {
   CopyCase("ce_plain");
   CopyCase("ce_smoothing", [](std::string* bytes) { FlipFirstSign("out.grad_weight", bytes); });
-  const std::string output = Run(directory_ + " --backend cpu --schedule retain");
+  const std::string output = Run(directory_.path() + " --backend cpu --schedule retain");
   EXPECT_EQ(exit_code_, 1) << output;
   EXPECT_THAT(output, HasSubstr("FAIL: the file's grad_weight is not that of its inputs"));
   EXPECT_THAT(output, HasSubstr("1 passed, 1 failed, 0 not yet"));
@@ -103,28 +95,30 @@ TEST_F(GoldenCommandTest, ACaseWithAWrongResultFails) {
 TEST_F(GoldenCommandTest, ABrokenFileFailsAndTheOthersStillRun) {
   CopyCase("ce_plain");
   CopyCase("ce_smoothing", [](std::string* bytes) { bytes->resize(bytes->size() / 2); });
-  const std::string output = Run(directory_ + " --backend cpu --schedule eval");
+  const std::string output = Run(directory_.path() + " --backend cpu --schedule eval");
   EXPECT_EQ(exit_code_, 1) << output;
   EXPECT_THAT(output, HasSubstr("truncated"));
   EXPECT_THAT(output, HasSubstr("1 passed, 1 failed, 0 not yet"));
 }
 
 TEST_F(GoldenCommandTest, WithoutCasesOrServiceNothingPasses) {
-  EXPECT_THAT(Run(directory_, true), HasSubstr("no case files"));
+  EXPECT_THAT(Run(directory_.path(), true), HasSubstr("no case files"));
   EXPECT_EQ(exit_code_, 2);
-  EXPECT_THAT(Run(directory_ + "/missing", true), HasSubstr("missing"));
+  EXPECT_THAT(Run(directory_.Path("missing"), true), HasSubstr("missing"));
   EXPECT_EQ(exit_code_, 2);
   EXPECT_THAT(Run("", true), HasSubstr("one folder"));
   EXPECT_EQ(exit_code_, 2);
   CopyCase("ce_plain");
-  EXPECT_THAT(Run(directory_ + " --shards=0", true), HasSubstr("--shards is 0; wanted 1 to"));
+  EXPECT_THAT(Run(directory_.path() + " --shards=0", true),
+              HasSubstr("--shards is 0; wanted 1 to"));
   EXPECT_EQ(exit_code_, 2);
-  EXPECT_THAT(Run(directory_ + " --shards=2 --address=localhost:1", true),
+  EXPECT_THAT(Run(directory_.path() + " --shards=2 --address=localhost:1", true),
               HasSubstr("--shards belongs to the service"));
   EXPECT_EQ(exit_code_, 2);
-  EXPECT_THAT(Run(directory_ + " --schedule fused", true), HasSubstr("--schedule is 'fused'"));
+  EXPECT_THAT(Run(directory_.path() + " --schedule fused", true),
+              HasSubstr("--schedule is 'fused'"));
   EXPECT_EQ(exit_code_, 2);
-  EXPECT_THAT(Run(directory_ + " --server_binary " + directory_ + "/nothing", true),
+  EXPECT_THAT(Run(directory_.path() + " --server_binary " + directory_.Path("nothing"), true),
               HasSubstr("nothing"));
   EXPECT_EQ(exit_code_, 2);
 }

@@ -1,9 +1,6 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <unistd.h>
 
-#include <cstdlib>
-#include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
 #include <string>
@@ -13,6 +10,7 @@
 #include "bench/golden_report.h"
 #include "kernels/reference/compare.h"
 #include "tests/util/paths.h"
+#include "tests/util/temporary_folder.h"
 
 namespace lmhead::bench {
 namespace {
@@ -28,12 +26,6 @@ std::string PathOf(const std::string& name) { return GoldenFolder() + "/" + name
 
 class GoldenCaseFileTest : public ::testing::Test {
  protected:
-  void SetUp() override {
-    std::string pattern = ::testing::TempDir() + "/golden_XXXXXX";
-    directory_ = mkdtemp(pattern.data());
-  }
-  void TearDown() override { std::filesystem::remove_all(directory_); }
-
   // A case file of these options and no tensors but the given ones, which are of one byte.
   std::string Write(const std::string& options, const std::vector<std::string>& tensors = {}) {
     nlohmann::json header = {{"__metadata__", {{"case", options}}}};
@@ -42,14 +34,14 @@ class GoldenCaseFileTest : public ::testing::Test {
     }
     const std::string text = header.dump();
     const uint64_t size = text.size();
-    const std::string path = directory_ + "/case.safetensors";
+    const std::string path = directory_.Path("case.safetensors");
     std::ofstream(path, std::ios::binary)
         << std::string(reinterpret_cast<const char*>(&size), sizeof size) << text
         << std::string(tensors.size(), '\0');
     return path;
   }
 
-  std::string directory_;
+  const TemporaryFolder directory_;
 };
 
 TEST(GoldenCaseTest, LoadsInputsOptionsAndResults) {
@@ -135,7 +127,7 @@ TEST_F(GoldenCaseFileTest, FilesThatAreNoCasesAreRefused) {
   EXPECT_THAT(error(R"({"name":1})"), HasSubstr("not a golden case"));
   EXPECT_THAT(error(R"({"name":"x","num_tokens":1,"hidden_size":1,"vocab_size":1})"),
               HasSubstr("hidden_states"));
-  EXPECT_FALSE(LoadGoldenCase(directory_ + "/none.safetensors").ok());
+  EXPECT_FALSE(LoadGoldenCase(directory_.Path("none.safetensors")).ok());
 }
 
 OutputError Compare(double got, double exact) {

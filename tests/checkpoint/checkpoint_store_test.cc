@@ -22,6 +22,7 @@
 #include "server/compute/cpu_backend.h"
 #include "server/head/head_registry.h"
 #include "server/memory/budget.h"
+#include "tests/util/temporary_folder.h"
 
 namespace lmhead {
 namespace {
@@ -124,14 +125,8 @@ class World {
 
 class CheckpointStoreTest : public ::testing::Test {
  protected:
-  void SetUp() override {
-    std::string path = ::testing::TempDir() + "/checkpoints-XXXXXX";
-    ASSERT_NE(mkdtemp(path.data()), nullptr);
-    root_ = path;
-  }
-  void TearDown() override { fs::remove_all(root_); }
-
-  std::string root_;
+  const TemporaryFolder folder_;
+  const std::string root_ = folder_.path();
 };
 
 // Training goes on bit by bit as if nothing had happened.

@@ -2,14 +2,14 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <unistd.h>
 
-#include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <limits>
 #include <string>
 #include <vector>
+
+#include "tests/util/temporary_folder.h"
 
 namespace lmhead {
 namespace {
@@ -19,14 +19,8 @@ using ::testing::HasSubstr;
 
 class SafetensorsTest : public ::testing::Test {
  protected:
-  void SetUp() override {
-    std::string pattern = ::testing::TempDir() + "/safetensors_XXXXXX";
-    directory_ = mkdtemp(pattern.data());
-  }
-  void TearDown() override { std::filesystem::remove_all(directory_); }
-
   std::string Write(const std::string& contents) {
-    const std::string path = directory_ + "/file.safetensors";
+    const std::string path = directory_.Path("file.safetensors");
     std::ofstream(path, std::ios::binary | std::ios::trunc) << contents;
     return path;
   }
@@ -44,7 +38,7 @@ class SafetensorsTest : public ::testing::Test {
     return std::string(reader.status().message());
   }
 
-  std::string directory_;
+  const TemporaryFolder directory_;
 };
 
 template <typename T>
@@ -84,7 +78,7 @@ TEST_F(SafetensorsTest, ReadsAFileWithoutTensors) {
 }
 
 TEST_F(SafetensorsTest, MissingFileAndMissingTensorAreNotFound) {
-  const auto missing = SafetensorsReader::Open(directory_ + "/nothing");
+  const auto missing = SafetensorsReader::Open(directory_.Path("nothing"));
   EXPECT_EQ(missing.status().code(), absl::StatusCode::kNotFound);
   const auto reader = SafetensorsReader::Open(WriteParts("{}", ""));
   EXPECT_EQ((*reader)->Find("weight").status().code(), absl::StatusCode::kNotFound);

@@ -18,6 +18,7 @@
 #include "server/checkpoint/safetensors_writer.h"
 #include "tests/util/command.h"
 #include "tests/util/paths.h"
+#include "tests/util/temporary_folder.h"
 
 namespace lmhead {
 namespace {
@@ -62,21 +63,17 @@ std::string ReadWhole(const std::string& path) {
 class TransferTest : public ::testing::Test {
  protected:
   void SetUp() override {
-    std::string path = ::testing::TempDir() + "/transfer-XXXXXX";
-    ASSERT_NE(mkdtemp(path.data()), nullptr);
-    root_ = path;
     auto server = LocalServer::Start(PathBesideTest("lmhead"), {"--backend=cpu"});
     ASSERT_TRUE(server.ok()) << server.status();
     server_ = *std::move(server);
   }
-  void TearDown() override { fs::remove_all(root_); }
 
   std::string Address() const { return "--address=" + server_->address(); }
 
   // A sharded checkpoint: an embedding in the first file, what `head_name` names in the second.
   std::string MakeCheckpoint(const std::string& config, const std::string& head_name,
                              SafetensorsDType dtype, bool bias) {
-    const std::string directory = root_ + "/hf";
+    const std::string directory = root_.Path("hf");
     fs::create_directory(directory);
     WriteFile(directory + "/config.json", config);
     WriteFile(directory + "/tokenizer.json", "{\"kept\": true}");
@@ -114,7 +111,7 @@ class TransferTest : public ::testing::Test {
     return *std::move(client);
   }
 
-  std::string root_;
+  const TemporaryFolder root_;
   std::unique_ptr<LocalServer> server_;
 };
 
@@ -123,8 +120,8 @@ TEST_F(TransferTest, AHeadComesInAndGoesBackUnchangedInEveryDType) {
        {SafetensorsDType::kF32, SafetensorsDType::kBF16, SafetensorsDType::kF16}) {
     SCOPED_TRACE(std::string(SafetensorsDTypeName(dtype)));
     const std::string name(SafetensorsDTypeName(dtype));
-    fs::remove_all(root_ + "/hf");
-    fs::remove_all(root_ + "/out");
+    fs::remove_all(root_.Path("hf"));
+    fs::remove_all(root_.Path("out"));
     const std::string directory = MakeCheckpoint(R"({"final_logit_softcapping": 30.0})",
                                                  "lm_head.weight", dtype, /*bias=*/true);
     const CommandResult imported =
@@ -137,16 +134,16 @@ TEST_F(TransferTest, AHeadComesInAndGoesBackUnchangedInEveryDType) {
     EXPECT_TRUE(info->spec().has_bias());
 
     const CommandResult exported = RunLmhead(absl::StrCat(
-        "export '", root_, "/out' --from='", directory, "' --head=", name, " ", Address()));
+        "export '", root_.path(), "/out' --from='", directory, "' --head=", name, " ", Address()));
     ASSERT_EQ(exported.exit_code, 0) << exported.output;
     for (const auto& entry : fs::directory_iterator(directory)) {
       const std::string file = entry.path().filename();
       auto before = SafetensorsReader::Open(directory + "/" + file);
       if (!before.ok()) {
-        EXPECT_EQ(ReadWhole(root_ + "/out/" + file), ReadWhole(entry.path())) << file;
+        EXPECT_EQ(ReadWhole(root_.Path("out/" + file)), ReadWhole(entry.path())) << file;
         continue;
       }
-      auto after = SafetensorsReader::Open(root_ + "/out/" + file);
+      auto after = SafetensorsReader::Open(root_.Path("out/" + file));
       ASSERT_TRUE(after.ok()) << after.status();
       for (const auto& [tensor_name, tensor] : (*before)->tensors()) {
         std::vector<std::byte> a(tensor.size_bytes), b(tensor.size_bytes);

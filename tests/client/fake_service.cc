@@ -1,11 +1,8 @@
 #include "tests/client/fake_service.h"
 
-#include <stdlib.h>
-
 #include <algorithm>
 #include <chrono>
 #include <deque>
-#include <filesystem>
 #include <optional>
 #include <thread>
 
@@ -246,18 +243,13 @@ int FakeService::most_unanswered() const {
   return most_unanswered_;
 }
 
-FakeServer::FakeServer(FakeService* service) : service_(service) {
-  // A Unix socket keeps its address over a restart; a port could be taken by another process.
-  std::string path = (std::filesystem::temp_directory_path() / "lmhead-fake-XXXXXX").string();
-  directory_ = mkdtemp(path.data());
-  address_ = "unix:" + directory_ + "/socket";
+// A Unix socket keeps its address over a restart; a port could be taken by another process.
+FakeServer::FakeServer(FakeService* service)
+    : service_(service), address_("unix:" + directory_.Path("socket")) {
   Start();
 }
 
-FakeServer::~FakeServer() {
-  Stop();
-  std::filesystem::remove_all(directory_);
-}
+FakeServer::~FakeServer() { Stop(); }
 
 void FakeServer::Start() {
   grpc::ServerBuilder builder;

@@ -18,6 +18,7 @@
 
 #include "absl/synchronization/mutex.h"
 #include "lmhead/v1/service.grpc.pb.h"
+#include "tests/util/temporary_folder.h"
 
 namespace lmhead {
 
@@ -106,7 +107,7 @@ class FakeServer {
 
  private:
   FakeService* const service_;
-  std::string directory_;
+  const TemporaryFolder directory_;
   std::string address_;
   std::unique_ptr<grpc::Server> server_;
 };

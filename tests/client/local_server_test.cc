@@ -3,10 +3,11 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <signal.h>
-#include <stdlib.h>
 
 #include <filesystem>
 #include <fstream>
+
+#include "tests/util/temporary_folder.h"
 
 namespace lmhead {
 namespace {
@@ -17,14 +18,8 @@ using ::testing::HasSubstr;
 // A shell script in the place of the server.
 class LocalServerTest : public testing::Test {
  protected:
-  void SetUp() override {
-    std::string path = (std::filesystem::temp_directory_path() / "lmhead-test-XXXXXX").string();
-    directory_ = mkdtemp(path.data());
-  }
-  void TearDown() override { std::filesystem::remove_all(directory_); }
-
   std::string Script(const std::string& body) {
-    const std::string path = directory_ + "/server";
+    const std::string path = directory_.Path("server");
     std::ofstream(path) << "#!/bin/sh\n"
                            "for flag in \"$@\"; do\n"
                            "  case $flag in --ready_file=*) ready=${flag#--ready_file=};; esac\n"
@@ -39,7 +34,7 @@ class LocalServerTest : public testing::Test {
       "> $ready.new\n"
       "mv $ready.new $ready\n";
 
-  std::string directory_;
+  const TemporaryFolder directory_;
 };
 
 TEST_F(LocalServerTest, ReadsTheAddressesAndPassesTheFlags) {
@@ -91,7 +86,7 @@ TEST_F(LocalServerTest, AServerThatIgnoresSigtermIsKilled) {
 }
 
 TEST_F(LocalServerTest, AMissingBinaryIsNotFound) {
-  const auto server = LocalServer::Start(directory_ + "/nothing", {});
+  const auto server = LocalServer::Start(directory_.Path("nothing"), {});
   EXPECT_TRUE(absl::IsNotFound(server.status())) << server.status();
 }
 

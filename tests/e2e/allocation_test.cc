@@ -7,11 +7,11 @@
 #include <unistd.h>
 
 #include <cstdlib>
-#include <filesystem>
 
 #include "tests/e2e/count_allocations.h"
 #include "tests/e2e/service_fixture.h"
 #include "tests/util/paths.h"
+#include "tests/util/temporary_folder.h"
 
 namespace lmhead::e2e {
 namespace {
@@ -20,15 +20,13 @@ namespace {
 class WatchedServer {
  public:
   WatchedServer() {
-    std::string pattern =
-        (std::filesystem::temp_directory_path() / "lmhead-allocations-XXXXXX").string();
-    const int fd = mkstemp(pattern.data());
-    path_ = pattern;
+    const std::string path = folder_.Path("counts");
+    const int fd = open(path.c_str(), O_RDWR | O_CREAT | O_EXCL, 0600);
     EXPECT_EQ(ftruncate(fd, sizeof(AllocationCounts)), 0);
     counts_ = static_cast<AllocationCounts*>(
         mmap(nullptr, sizeof(AllocationCounts), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0));
     close(fd);
-    setenv(kAllocationCountsVariable, path_.c_str(), 1);
+    setenv(kAllocationCountsVariable, path.c_str(), 1);
     setenv("LD_PRELOAD", PathBesideTest("liblmhead_count_allocations.so").c_str(), 1);
     server_ = StartServer({"--chunk_bytes_max=4194304", "--staging_slots=8"});
     unsetenv("LD_PRELOAD");
@@ -37,14 +35,13 @@ class WatchedServer {
   ~WatchedServer() {
     server_.reset();
     munmap(counts_, sizeof(AllocationCounts));
-    std::filesystem::remove(path_);
   }
 
   AllocationCounts& counts() { return *counts_; }
   const LocalServer& server() const { return *server_; }
 
  private:
-  std::string path_;
+  const TemporaryFolder folder_;
   AllocationCounts* counts_ = nullptr;
   std::unique_ptr<LocalServer> server_;
 };

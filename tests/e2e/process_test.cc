@@ -9,7 +9,6 @@
 #include <unistd.h>
 
 #include <cmath>
-#include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
 #include <sstream>
@@ -19,13 +18,13 @@
 #include "absl/strings/str_split.h"
 #include "tests/e2e/service_fixture.h"
 #include "tests/util/paths.h"
+#include "tests/util/temporary_folder.h"
 
 extern char** environ;
 
 namespace lmhead::e2e {
 namespace {
 
-namespace fs = std::filesystem;
 using ::testing::HasSubstr;
 
 TEST(Process, SigtermEndsAnIdleServerWithExitCodeZero) {
@@ -55,13 +54,11 @@ TEST(Process, SigtermEndsAServerWithAnOpenStepAndStreamWithExitCodeZero) {
 class Child {
  public:
   explicit Child(const std::vector<std::string>& arguments) {
-    std::string pattern = (fs::temp_directory_path() / "lmhead-child-XXXXXX").string();
-    directory_ = mkdtemp(pattern.data());
     posix_spawn_file_actions_t actions;
     posix_spawn_file_actions_init(&actions);
     int fd = 1;
     for (const char* name : {"stdout", "stderr"}) {
-      posix_spawn_file_actions_addopen(&actions, fd++, (directory_ / name).c_str(),
+      posix_spawn_file_actions_addopen(&actions, fd++, directory_.Path(name).c_str(),
                                        O_WRONLY | O_CREAT | O_TRUNC, 0600);
     }
     std::vector<char*> argv;
@@ -82,7 +79,6 @@ class Child {
       kill(pid_, SIGKILL);
       waitpid(pid_, nullptr, 0);
     }
-    fs::remove_all(directory_);
   }
 
   void Signal(int signal, bool to_group) const { kill(to_group ? -pid_ : pid_, signal); }
@@ -97,14 +93,14 @@ class Child {
 
   // "stdout" or "stderr".
   std::string Read(const char* name) const {
-    std::ifstream stream(directory_ / name);
+    std::ifstream stream(directory_.Path(name));
     std::ostringstream text;
     text << stream.rdbuf();
     return text.str();
   }
 
  private:
-  fs::path directory_;
+  const TemporaryFolder directory_;
   pid_t pid_ = -1;
 };
 
@@ -120,16 +116,10 @@ std::string SmallText() {
 
 class TextFileTest : public ::testing::Test {
  protected:
-  TextFileTest() {
-    std::string pattern = (fs::temp_directory_path() / "lmhead-text-XXXXXX").string();
-    directory_ = mkdtemp(pattern.data());
-    text_ = (directory_ / "text").string();
-    std::ofstream(text_) << SmallText();
-  }
-  ~TextFileTest() override { fs::remove_all(directory_); }
+  TextFileTest() { std::ofstream(text_) << SmallText(); }
 
-  fs::path directory_;
-  std::string text_;
+  const TemporaryFolder directory_;
+  const std::string text_ = directory_.Path("text");
 };
 
 nlohmann::json LastLine(const std::string& output) {
@@ -165,7 +155,7 @@ TEST_P(DemoTest, TrainsOnASmallTextAndAgreesWithTheOracle) {
 INSTANTIATE_TEST_SUITE_P(DTypes, DemoTest, ::testing::Values("fp32", "bf16"));
 
 TEST_F(TextFileTest, DemoUsesTheServiceAtAnAddressAndLeavesNoHeadBehind) {
-  const std::string more = (directory_ / "more").string();
+  const std::string more = directory_.Path("more");
   std::ofstream(more) << "One more text, after the first.";
   auto server = StartServer();
   Child demo({LmheadBinary(), "demo", "--steps=5", absl::StrCat("--address=", server->address()),

@@ -44,8 +44,8 @@ v1::HeadSpec MakeSpec(const HeadShape& shape);
 // The weight every test starts from: bfloat16-representable, a function of the shape alone.
 std::vector<float> InitialWeight(const HeadShape& shape);
 
-// Whether the tested backend holds the head's logits in bfloat16: then its gradients may be twice as
-// far off as those of a plain trainer that does (OracleTrainer below).
+// Whether the tested backend holds the head's logits in bfloat16: then its gradients may be twice
+// as far off as those of a plain trainer that does (OracleTrainer below).
 bool HoldsBFloat16Logits(const HeadShape& shape);
 
 // Creates the head and loads InitialWeight.

@@ -1,14 +1,14 @@
 #include "server/memory/system_memory.h"
 
 #include <gtest/gtest.h>
-#include <unistd.h>
 
-#include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <string>
 #include <vector>
+
+#include "tests/util/temporary_folder.h"
 
 namespace lmhead {
 namespace {
@@ -17,20 +17,17 @@ namespace {
 class SystemMemoryTest : public ::testing::Test {
  protected:
   void SetUp() override {
-    std::string pattern = ::testing::TempDir() + "/system_memory_XXXXXX";
-    root_ = mkdtemp(pattern.data());
     Write("proc/meminfo", "MemTotal:       16384 kB\nMemFree:        1 kB\n");
   }
-  void TearDown() override { std::filesystem::remove_all(root_); }
 
   void Write(const std::string& path, const std::string& contents) {
-    const std::filesystem::path whole = std::filesystem::path(root_) / path;
+    const std::filesystem::path whole = root_.Path(path);
     std::filesystem::create_directories(whole.parent_path());
     std::ofstream(whole) << contents;
   }
-  int64_t Bytes() { return ReadSystemMemoryBytes(root_).value(); }
+  int64_t Bytes() { return ReadSystemMemoryBytes(root_.path()).value(); }
 
-  std::string root_;
+  const TemporaryFolder root_;
 };
 
 constexpr int64_t kMachine = 16384 * 1024;
@@ -63,9 +60,9 @@ TEST_F(SystemMemoryTest, Version1ReadsTheMemoryController) {
 }
 
 TEST_F(SystemMemoryTest, SaysWhatIsMissing) {
-  std::filesystem::remove(root_ + "/proc/meminfo");
-  EXPECT_EQ(ReadSystemMemoryBytes(root_).status().code(), absl::StatusCode::kNotFound);
-  EXPECT_EQ(ReadProcessMemory(root_).status().code(), absl::StatusCode::kNotFound);
+  std::filesystem::remove(root_.Path("proc/meminfo"));
+  EXPECT_EQ(ReadSystemMemoryBytes(root_.path()).status().code(), absl::StatusCode::kNotFound);
+  EXPECT_EQ(ReadProcessMemory(root_.path()).status().code(), absl::StatusCode::kNotFound);
 }
 
 TEST_F(SystemMemoryTest, DefaultLimitIsFourFifths) {

@@ -6,8 +6,6 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <cstdlib>
-#include <filesystem>
 #include <fstream>
 #include <sstream>
 #include <string>
@@ -17,11 +15,10 @@
 #include "absl/time/time.h"
 #include "client/cpp/child_process.h"
 #include "tests/util/paths.h"
+#include "tests/util/temporary_folder.h"
 
 namespace lmhead {
 namespace {
-
-namespace fs = std::filesystem;
 
 constexpr absl::Duration kPatience = absl::Seconds(60);
 
@@ -55,16 +52,15 @@ int AwaitSignal(pid_t child) {
 }
 
 TEST(OrphanedServer, AServerEndsWithTheDemoThatWasKilled) {
-  std::string pattern = (fs::temp_directory_path() / "lmhead-orphan-XXXXXX").string();
-  const fs::path folder = mkdtemp(pattern.data());
-  const std::string text = (folder / "text").string();
+  const TemporaryFolder folder;
+  const std::string text = folder.Path("text");
   for (int i = 0; i < 500; ++i) {
     std::ofstream(text, std::ios::app) << "the server keeps the weight of the head , number " << i
                                        << " of the words that it has seen .\n";
   }
   // The demo's own children become ours when it is gone, so that their end can be waited for.
   ASSERT_EQ(prctl(PR_SET_CHILD_SUBREAPER, 1), 0);
-  const std::string log = (folder / "log").string();
+  const std::string log = folder.Path("log");
   const auto demo = SpawnChild({PathBesideTest("lmhead"), "demo", absl::StrCat("--text=", text),
                                 absl::StrCat("--backend=", TestBackend()), "--steps=1000000"},
                                log);
@@ -79,7 +75,6 @@ TEST(OrphanedServer, AServerEndsWithTheDemoThatWasKilled) {
     if (signal == 0) kill(server, SIGKILL);
   }
   prctl(PR_SET_CHILD_SUBREAPER, 0);
-  fs::remove_all(folder);
 }
 
 }  // namespace

@@ -2,10 +2,8 @@
 
 #include <gmock/gmock.h>
 
-#include <cstdlib>
-#include <filesystem>
-
 #include "tests/rpc/rpc_fixture.h"
+#include "tests/util/temporary_folder.h"
 
 namespace lmhead {
 namespace {
@@ -15,20 +13,14 @@ using ::testing::HasSubstr;
 class CheckpointRpcTest : public RpcTest {
  protected:
   void SetUp() override {
-    std::string path = ::testing::TempDir() + "/checkpoints-XXXXXX";
-    ASSERT_NE(mkdtemp(path.data()), nullptr);
-    root_ = path;
     Restart(WithCheckpoints(/*restore=*/false));
     CreateHead(Spec());
   }
-  void TearDown() override {
-    server_.reset();
-    std::filesystem::remove_all(root_);
-  }
+  void TearDown() override { server_.reset(); }  // Before its folder goes.
 
   ServerConfig WithCheckpoints(bool restore) const {
     ServerConfig config = Config();
-    config.checkpoint_dir = root_;
+    config.checkpoint_dir = root_.path();
     config.restore = restore;
     return config;
   }
@@ -58,7 +50,7 @@ class CheckpointRpcTest : public RpcTest {
     return stub_->RestoreCheckpoint(&context, request, response);
   }
 
-  std::string root_;
+  const TemporaryFolder root_;
 };
 
 TEST_F(CheckpointRpcTest, ARestartedServerGoesOnWhereTheCheckpointWas) {

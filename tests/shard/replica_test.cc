@@ -4,8 +4,6 @@
 #include <gtest/gtest.h>
 #include <signal.h>
 
-#include <cstdlib>
-#include <filesystem>
 #include <future>
 #include <random>
 #include <string>
@@ -17,11 +15,11 @@
 #include "tests/shard/shard_processes.h"
 #include "tests/util/command.h"
 #include "tests/util/paths.h"
+#include "tests/util/temporary_folder.h"
 
 namespace lmhead::shard {
 namespace {
 
-namespace fs = std::filesystem;
 using e2e::HeadShape;
 using e2e::Rows;
 using ::testing::HasSubstr;
@@ -104,13 +102,7 @@ TEST(ShardReplicaTest, EveryGoldenCasePasses) {
 
 class ShardReplicaFailureTest : public ::testing::Test {
  protected:
-  ShardReplicaFailureTest() {
-    std::string pattern = (fs::temp_directory_path() / "lmhead-replicas-XXXXXX").string();
-    directory_ = mkdtemp(pattern.data());
-  }
-  ~ShardReplicaFailureTest() override { fs::remove_all(directory_); }
-
-  fs::path directory_;
+  const TemporaryFolder directory_;
 };
 
 // A follower that is killed in the middle of a step ends it for all replicas, with an error that
@@ -118,7 +110,7 @@ class ShardReplicaFailureTest : public ::testing::Test {
 TEST_F(ShardReplicaFailureTest, AReplicaThatIsKilledEndsTheStepAndItsHeadIsRestored) {
   const HeadShape shape = {.vocab_size = 601};
   GroupOptions options = OptionsOf({{4, 2, 2}, 2});
-  options.server_flags.push_back(absl::StrCat("--checkpoint_dir=", directory_.string()));
+  options.server_flags.push_back(absl::StrCat("--checkpoint_dir=", directory_.path()));
   ShardProcesses group(options);
   std::mt19937_64 random(7);
   LMHEAD_ASSERT_OK(e2e::CreateHead(group.client(), shape));
@@ -191,7 +183,7 @@ TEST_F(ShardReplicaFailureTest, AReplicaThatHangsAndGoesOnKeepsItsState) {
 // What replicas have saved, one rank goes on with, and the other way round.
 TEST_F(ShardReplicaFailureTest, CheckpointsGoFromReplicasToOneRankAndBack) {
   const HeadShape shape = {.dtype = DType::kBFloat16};
-  const std::string checkpoints = absl::StrCat("--checkpoint_dir=", directory_.string());
+  const std::string checkpoints = absl::StrCat("--checkpoint_dir=", directory_.path());
   std::vector<float> weight;
   uint64_t step = 0;
   for (const int num_replicas : {2, 1, 2}) {

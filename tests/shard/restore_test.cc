@@ -16,6 +16,7 @@
 #include "absl/time/clock.h"
 #include "tests/e2e/service_fixture.h"
 #include "tests/shard/shard_processes.h"
+#include "tests/util/temporary_folder.h"
 
 namespace lmhead::shard {
 namespace {
@@ -33,24 +34,17 @@ HeadShape Shape() { return {.vocab_size = 601}; }
 // A folder for checkpoints, and rank threads whose sums have one order.
 class ShardRestoreTest : public ::testing::Test {
  protected:
-  ShardRestoreTest() {
-    setenv("OMP_NUM_THREADS", "1", 1);
-    std::string pattern = (fs::temp_directory_path() / "lmhead-restore-XXXXXX").string();
-    directory_ = mkdtemp(pattern.data());
-  }
-  ~ShardRestoreTest() override {
-    fs::remove_all(directory_);
-    unsetenv("OMP_NUM_THREADS");
-  }
+  ShardRestoreTest() { setenv("OMP_NUM_THREADS", "1", 1); }
+  ~ShardRestoreTest() override { unsetenv("OMP_NUM_THREADS"); }
 
   GroupOptions Options(const Layout& layout) const {
     return {.layout = layout,
             .collective_timeout_seconds = kTimeoutSeconds,
-            .server_flags = {absl::StrCat("--checkpoint_dir=", directory_.string()),
+            .server_flags = {absl::StrCat("--checkpoint_dir=", directory_.path()),
                              "--checkpoint_keep=2", "--join_chunks=off"}};
   }
 
-  fs::path directory_;
+  const TemporaryFolder directory_;
 };
 
 // A client that tells of a lost server at once.
@@ -267,11 +261,11 @@ TEST_F(ShardRestoreTest, OneCallBringsAHeadBackWhoseFollowerWasStartedAnew) {
   // A file for each rank, which any other number of ranks restores.
   LMHEAD_ASSERT_OK(Save(client, shape));
   for (int rank = 0; rank < 4; ++rank) {
-    EXPECT_TRUE(fs::exists(directory_ / shape.name / "step-000000000002" /
+    EXPECT_TRUE(fs::exists(fs::path(directory_.path()) / shape.name / "step-000000000002" /
                            absl::StrCat("shard-0000", rank, "-of-00004.safetensors")));
   }
   const auto one_rank =
-      e2e::StartServer({absl::StrCat("--checkpoint_dir=", directory_.string()), "--restore"});
+      e2e::StartServer({absl::StrCat("--checkpoint_dir=", directory_.path()), "--restore"});
   const State there = Read(e2e::ConnectTo(one_rank->address()).get(), shape);
   EXPECT_EQ(there.weight, trained.weight);
   EXPECT_EQ(there.bias, trained.bias);

@@ -51,9 +51,6 @@ uint64_t Seed() {
 }
 
 Child::Child(const std::vector<std::string>& command) {
-  char path[] = "/tmp/lmhead-child-XXXXXX";
-  close(mkstemp(path));
-  log_path_ = path;
   const absl::StatusOr<pid_t> child = SpawnChild(command, log_path_);
   if (!child.ok()) EndProgram(std::string(child.status().message()));
   pid_ = *child;
@@ -61,7 +58,6 @@ Child::Child(const std::vector<std::string>& command) {
 
 Child::~Child() {
   if (pid_ > 0) Kill();
-  unlink(log_path_.c_str());
 }
 
 void Child::Signal(int signal) {

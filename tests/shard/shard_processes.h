@@ -16,6 +16,7 @@
 #include "absl/time/time.h"
 #include "client/cpp/client.h"
 #include "client/cpp/local_server.h"
+#include "tests/util/temporary_folder.h"
 
 namespace lmhead::shard {
 
@@ -47,7 +48,8 @@ class Child {
 
  private:
   pid_t pid_ = -1;
-  std::string log_path_;
+  const TemporaryFolder folder_;
+  const std::string log_path_ = folder_.Path("log");
 };
 
 // `lmhead follow`.

@@ -6,9 +6,9 @@
 #include <openssl/pem.h>
 #include <openssl/x509.h>
 #include <openssl/x509v3.h>
-#include <stdlib.h>
 
 #include <cstdio>
+#include <filesystem>
 #include <fstream>
 
 #include "absl/strings/str_cat.h"
@@ -115,17 +115,10 @@ Leaf TestAuthority::Issue(const std::vector<std::string>& names, absl::Time not_
 }
 
 SecretFolder::SecretFolder(const Files& files) : files_(files) {
-  std::string pattern = (std::filesystem::temp_directory_path() / "lmhead-secret-XXXXXX").string();
-  folder_ = mkdtemp(pattern.data());
   Publish();
   for (const auto& [name, contents] : files_) {
-    std::filesystem::create_symlink(std::filesystem::path("..data") / name, folder_ / name);
+    std::filesystem::create_symlink("..data/" + name, Path(name));
   }
-}
-
-SecretFolder::~SecretFolder() {
-  std::error_code ignored;
-  std::filesystem::remove_all(folder_, ignored);
 }
 
 void SecretFolder::Swap(const Files& changed) {
@@ -133,16 +126,14 @@ void SecretFolder::Swap(const Files& changed) {
   Publish();
 }
 
-std::string SecretFolder::Path(const std::string& name) const { return (folder_ / name).string(); }
-
 void SecretFolder::Publish() {
   const std::string data = absl::StrCat("..", ++generation_);
-  std::filesystem::create_directory(folder_ / data);
-  for (const auto& [name, contents] : files_) std::ofstream(folder_ / data / name) << contents;
-  std::filesystem::create_directory_symlink(data, folder_ / "..data_tmp");
-  std::filesystem::rename(folder_ / "..data_tmp", folder_ / "..data");
+  std::filesystem::create_directory(Path(data));
+  for (const auto& [name, contents] : files_) std::ofstream(Path(data + "/" + name)) << contents;
+  std::filesystem::create_directory_symlink(data, Path("..data_tmp"));
+  std::filesystem::rename(Path("..data_tmp"), Path("..data"));
   std::error_code ignored;
-  std::filesystem::remove_all(folder_ / absl::StrCat("..", generation_ - 1), ignored);
+  std::filesystem::remove_all(Path(absl::StrCat("..", generation_ - 1)), ignored);
 }
 
 }  // namespace lmhead

@@ -4,13 +4,13 @@
 #ifndef LMHEAD_TESTS_UTIL_CERTIFICATES_H_
 #define LMHEAD_TESTS_UTIL_CERTIFICATES_H_
 
-#include <filesystem>
 #include <map>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "absl/time/time.h"
+#include "tests/util/temporary_folder.h"
 
 namespace lmhead {
 
@@ -46,19 +46,16 @@ class SecretFolder {
   using Files = std::map<std::string, std::string>;  // Contents by name.
 
   explicit SecretFolder(const Files& files);
-  ~SecretFolder();
-  SecretFolder(const SecretFolder&) = delete;
-  SecretFolder& operator=(const SecretFolder&) = delete;
 
   // Replaces the contents of some files; the others stay.
   void Swap(const Files& changed);
 
-  std::string Path(const std::string& name) const;
+  std::string Path(const std::string& name) const { return folder_.Path(name); }
 
  private:
   void Publish();
 
-  std::filesystem::path folder_;
+  const TemporaryFolder folder_;
   Files files_;
   int generation_ = 0;
 };

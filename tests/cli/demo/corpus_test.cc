@@ -2,7 +2,6 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <unistd.h>
 
 #include <cmath>
 #include <filesystem>
@@ -10,6 +9,7 @@
 #include <set>
 
 #include "absl/strings/str_cat.h"
+#include "tests/util/temporary_folder.h"
 
 namespace lmhead::demo {
 namespace {
@@ -19,24 +19,15 @@ using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 
-// A folder that goes away with the test.
-class TextFolder {
+class TextFolder : public TemporaryFolder {
  public:
-  TextFolder() {
-    std::string pattern = (fs::temp_directory_path() / "lmhead-corpus-XXXXXX").string();
-    path_ = mkdtemp(pattern.data());
-  }
-  ~TextFolder() { fs::remove_all(path_); }
-
+  // The path of a new file.
   std::string Write(const std::string& name, const std::string& text) const {
-    fs::create_directories((path_ / name).parent_path());
-    std::ofstream(path_ / name, std::ios::binary) << text;
-    return (path_ / name).string();
+    const std::string path = Path(name);
+    fs::create_directories(fs::path(path).parent_path());
+    std::ofstream(path, std::ios::binary) << text;
+    return path;
   }
-  const fs::path& path() const { return path_; }
-
- private:
-  fs::path path_;
 };
 
 std::vector<std::string> Paths(const std::vector<TextFile>& files) {
@@ -89,8 +80,8 @@ TEST(ReadTexts, FollowsLinksAndReadsEachTextOnce) {
   folder.Write("copy-of-2", "two");
   folder.Write("sub/deep", "deep");
   folder.Write("binary", std::string("a\0b", 3));
-  fs::create_symlink("GPL-3", folder.path() / "GPL");
-  const auto files = ReadTexts({folder.path().string()});
+  fs::create_symlink("GPL-3", folder.Path("GPL"));
+  const auto files = ReadTexts({folder.path()});
   ASSERT_TRUE(files.ok()) << files.status();
   EXPECT_THAT(Paths(*files), ElementsAre("GPL", "GPL-2", "deep"));
   EXPECT_EQ((*files)[0].text, "three");
@@ -98,7 +89,7 @@ TEST(ReadTexts, FollowsLinksAndReadsEachTextOnce) {
 
 TEST(ReadTexts, NamesWhatItCannotRead) {
   const TextFolder folder;
-  const auto missing = ReadTexts({(folder.path() / "nowhere").string()});
+  const auto missing = ReadTexts({folder.Path("nowhere")});
   EXPECT_EQ(missing.status().code(), absl::StatusCode::kNotFound);
   EXPECT_THAT(std::string(missing.status().message()), HasSubstr("nowhere"));
   const auto binary = ReadTexts({folder.Write("zero", std::string("\0", 1))});
@@ -114,11 +105,11 @@ TEST(ReadDefaultTexts, PrefersLicencesThenTheProjectsDocsThenSaysWhatToDo) {
   const std::string binary = folder.Write("project/build/bin/lmhead", "elf");
   folder.Write("licences/BSD", "bsd");
 
-  const auto licences = ReadDefaultTexts(binary, (folder.path() / "licences").string());
+  const auto licences = ReadDefaultTexts(binary, folder.Path("licences"));
   ASSERT_TRUE(licences.ok()) << licences.status();
   EXPECT_THAT(Paths(*licences), ElementsAre("BSD"));
 
-  const std::string nowhere = (folder.path() / "nowhere").string();
+  const std::string nowhere = folder.Path("nowhere");
   const auto docs = ReadDefaultTexts(binary, nowhere);
   ASSERT_TRUE(docs.ok()) << docs.status();
   EXPECT_THAT(Paths(*docs), ElementsAre("README.md", "A.md"));
