@@ -11,6 +11,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
+#include "server/cli/demo/metrics_client.h"
 #include "tests/e2e/service_fixture.h"
 #include "tests/shard/shard_processes.h"
 #include "tests/util/command.h"
@@ -84,6 +85,56 @@ TEST(ShardReplicaTest, EveryLayoutTrainsAsTheOracleDoes) {
       ShardProcesses group(OptionsOf(replicas));
       LMHEAD_ASSERT_OK(e2e::CreateHead(group.client(), shape));
       TrainWithOracle(group.client(), shape, 3);
+    }
+  }
+}
+
+// The value of a replica's series, and of one of the whole server.
+double ReplicaMetric(const std::string& exposition, const std::string& name, int replica) {
+  const auto value =
+      demo::MetricValue(exposition, name, {absl::StrCat("replica=\"", replica, "\"")});
+  EXPECT_TRUE(value.ok()) << value.status();
+  return value.value_or(0.0);
+}
+double ServerMetric(const std::string& exposition, const std::string& name) {
+  const auto value = demo::MetricValue(exposition, name, {});
+  EXPECT_TRUE(value.ok()) << value.status();
+  return value.value_or(0.0);
+}
+
+// Chunks are batches here, each given to one replica and counted there, once.
+TEST(ShardReplicaTest, WhatEachReplicaWasGivenAddsUpToWhatWasSent) {
+  for (const ReplicaLayout& replicas :
+       {ReplicaLayout{{2, 2, 1}, 2}, ReplicaLayout{{4, 2, 2}, 2}, ReplicaLayout{{3, 1, 1}, 3}}) {
+    SCOPED_TRACE(absl::StrCat(replicas.layout.num_ranks, " ranks, ", replicas.layout.num_local,
+                              " here, ", replicas.num_replicas, " replicas"));
+    const HeadShape shape;
+    GroupOptions options = OptionsOf(replicas);
+    options.server_flags.push_back("--join_chunks=off");
+    ShardProcesses group(options);
+    LMHEAD_ASSERT_OK(e2e::CreateHead(group.client(), shape));
+    int64_t tokens_sent = 0;
+    int64_t chunks_sent = 0;
+    for (uint64_t step = 1; step <= 3; ++step) {
+      LMHEAD_ASSERT_OK(RunStep(group.client(), shape, step));
+      for (const Rows& rows : StepRows(shape, step)) {
+        tokens_sent += rows.num_tokens();
+        chunks_sent += (rows.num_tokens() + e2e::FeedOptions().chunk_tokens - 1) /
+                       e2e::FeedOptions().chunk_tokens;
+      }
+      const auto text = demo::ScrapeMetrics(group.server().metrics_address());
+      LMHEAD_ASSERT_OK(text);
+      double tokens = 0.0, batches = 0.0;
+      for (int replica = 0; replica < replicas.num_replicas; ++replica) {
+        const double of_replica = ReplicaMetric(*text, "lmhead_replica_tokens_total", replica);
+        EXPECT_GT(of_replica, 0.0) << "replica " << replica;
+        tokens += of_replica;
+        batches += ReplicaMetric(*text, "lmhead_replica_batches_total", replica);
+      }
+      EXPECT_EQ(tokens, tokens_sent);
+      EXPECT_EQ(batches, chunks_sent);
+      EXPECT_EQ(ServerMetric(*text, "lmhead_tokens_total"), tokens_sent);
+      EXPECT_EQ(ServerMetric(*text, "lmhead_replica_batch_bytes"), 0.0) << "none is on its way";
     }
   }
 }
