@@ -3,7 +3,8 @@
 # a carried library or a header-only library comes from. Fails when one has none.
 #
 # Usage: collect_licenses.sh BUILD_FOLDER DESTINATION [CUDA_DOC_FOLDER]
-#   CUDA_DOC_FOLDER: a copy of /usr/share/doc of the system that CUDA was taken from; the licences of cuBLAS and NCCL are copied, too.
+#   CUDA_DOC_FOLDER: a copy of /usr/share/doc of the system that CUDA was taken from; the licences of its runtime, which is linked, of cuBLAS
+#     and NCCL are copied, too.
 set -euo pipefail
 build=$1 destination=$2 cuda_doc=${3:-}
 
@@ -34,7 +35,7 @@ for package in "${packages[@]}"; do
   cp -L "$copyright" "$destination/$package"
 done
 if [ -n "$cuda_doc" ]; then
-  for library in cublas nccl; do
+  for library in cudart cublas nccl; do
     find "$cuda_doc" -path "*$library*" -name copyright -exec cp {} "$destination/$library" \;
     if [ ! -s "$destination/$library" ]; then
       echo "licenses: $cuda_doc has no copyright file of $library" >&2

@@ -4,6 +4,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import tempfile
 import unittest
 
 import yaml
@@ -67,6 +68,35 @@ class Dockerfiles(unittest.TestCase):
 
     def test_secrets_and_history_stay_out_of_the_context(self):
         self.assertIn(".git", (chart.ROOT / ".dockerignore").read_text().splitlines())
+
+
+class Licences(unittest.TestCase):
+    CUDA = {"cuda-cudart-13-0": "cudart", "libcublas-13-0": "cublas", "libnccl2": "nccl"}
+
+    def collect(self, packages):
+        """Of a build that links and carries zlib, with CUDA of a system that has these packages: the process, and the files made."""
+        folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory(prefix="lmhead-licences-")))
+        (folder / "build/bin/lib").mkdir(parents=True)
+        (folder / "build/bin/lib/libz.so.1").touch()
+        archive = subprocess.run(["dpkg", "-L", "zlib1g-dev"], check=True, capture_output=True, text=True)
+        (folder / "build/archives.ld").write_text(re.search(r"\S*/libz\.a$", archive.stdout, re.M)[0] + "\n")
+        (folder / "doc").mkdir()
+        for package in packages:
+            (folder / "doc" / package).mkdir()
+            (folder / "doc" / package / "copyright").write_text("as is\n")
+        result = subprocess.run([DOCKER / "collect_licenses.sh", folder / "build", folder / "made", folder / "doc"], capture_output=True, text=True)
+        return result, {path.name for path in (folder / "made").glob("*")}
+
+    def test_of_all_that_is_linked_or_carried(self):
+        result, made = self.collect(self.CUDA)
+        self.assertEqual(0, result.returncode, result.stderr)
+        self.assertLessEqual({*self.CUDA.values(), "zlib1g", "zlib1g-dev"}, made)
+
+    def test_one_that_is_missing_ends_the_build(self):
+        for package, name in self.CUDA.items():
+            result, _ = self.collect(set(self.CUDA) - {package})
+            self.assertEqual(1, result.returncode, package)
+            self.assertIn(f"no copyright file of {name}", result.stderr)
 
 
 class Compose(unittest.TestCase):
