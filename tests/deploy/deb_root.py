@@ -5,7 +5,8 @@ Usage: deb_root.py FOLDER-OF-PACKAGES --work FOLDER [--base BASE.tar] [--keep]
 
 BASE.tar is a bare Debian 12; without it debootstrap makes one. apt takes the dependencies from the network. The server is started as the
 unit starts it: as its user, with its flags; `lmhead status` has to answer, SIGTERM has to end it with status 0, and a purge may leave nothing but
-the state and its user. Needs root. Minutes: CI runs it after `make test`.
+the state and its user. Needs root. bare_root_test.py does
+the same with the packages of the tested build, where the machine lets it.
 """
 
 import argparse
@@ -21,6 +22,7 @@ import time
 from docker_stages import Mounts, remove
 
 START_SECONDS = 60
+INSTALL = ("apt-get", "install", "-y", "-q", "--no-install-recommends")
 
 
 def say(text):
@@ -100,13 +102,18 @@ def serve(root):
             server.wait()
 
 
-def check(root, packages):
-    before = root.files()
+def fetch(root, packages):
+    """The packages, and from the network what they depend on."""
     for deb in packages:
         shutil.copy(deb, root.folder / "srv" / deb.name)
-    say("apt install " + " ".join(deb.name for deb in packages))
     root.run("apt-get", "update", "-q")
-    root.run("apt-get", "install", "-y", "-q", "--no-install-recommends", *(f"/srv/{deb.name}" for deb in packages))
+    root.run(*INSTALL, "--download-only", *(f"/srv/{deb.name}" for deb in packages))
+
+
+def check(root, packages):
+    before = root.files()
+    say("apt install " + " ".join(deb.name for deb in packages))
+    root.run(*INSTALL, *(f"/srv/{deb.name}" for deb in packages))
     for deb in packages:
         (root.folder / "srv" / deb.name).unlink()
     say("user " + root.run("id", "lmhead").strip())
@@ -133,6 +140,7 @@ def main():
     packages = packages_of(options.packages)
     root = make_root(options.work, options.base)
     with Mounts(root.folder):
+        fetch(root, packages)
         check(root, packages)
     if not options.keep:
         remove(root.folder)

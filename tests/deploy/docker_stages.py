@@ -158,12 +158,17 @@ class Mounts:
             subprocess.run(["umount", "-l", self.root / folder], check=True)
 
 
-def be_alone():
-    """From here on this process has file systems and a network of its own, so that the image's fixed ports are free and mounts end with it."""
+def own_mounts(also=0):
+    """From here on what this process mounts is its own, and ends with it."""
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.unshare(CLONE_NEWNS | CLONE_NEWNET) != 0:
+    if libc.unshare(CLONE_NEWNS | also) != 0:
         raise OSError(ctypes.get_errno(), "unshare")
     subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+
+
+def be_alone():
+    """Mounts of this process's own, and a network, so that the image's fixed ports are free."""
+    own_mounts(CLONE_NEWNET)
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
 
 
