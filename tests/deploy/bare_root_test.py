@@ -25,7 +25,7 @@ class BareRoot(unittest.TestCase):
         try:
             own_mounts()
             self.root = make_root(self.folder / "root", base=None)
-        except (OSError, subprocess.CalledProcessError) as error:
+        except (OSError, subprocess.SubprocessError) as error:
             self.skipTest(f"no bare system can be made here: {error}")
 
     def test_packages(self):

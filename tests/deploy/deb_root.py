@@ -22,7 +22,10 @@ import time
 from docker_stages import Mounts, remove
 
 START_SECONDS = 60
-INSTALL = ("apt-get", "install", "-y", "-q", "--no-install-recommends")
+# A network that does not answer ends it.
+BOOTSTRAP_SECONDS = 600
+APT = ("apt-get", "-q", "-o", "Acquire::http::Timeout=20", "-o", "Acquire::Retries=1")
+INSTALL = (*APT, "install", "-y", "--no-install-recommends")
 
 
 def say(text):
@@ -64,7 +67,7 @@ def make_root(folder, base):
     if base:
         subprocess.run(["tar", "-C", folder, "-xf", base], check=True)
     else:
-        subprocess.run(["debootstrap", "--variant=minbase", "bookworm", folder], check=True)
+        subprocess.run(["debootstrap", "--variant=minbase", "bookworm", folder], check=True, timeout=BOOTSTRAP_SECONDS)
     # The network as this machine has it.
     shutil.copy("/etc/resolv.conf", folder / "etc/resolv.conf")
     shutil.copytree("/etc/apt/apt.conf.d", folder / "etc/apt/apt.conf.d", dirs_exist_ok=True)
@@ -106,7 +109,7 @@ def fetch(root, packages):
     """The packages, and from the network what they depend on."""
     for deb in packages:
         shutil.copy(deb, root.folder / "srv" / deb.name)
-    root.run("apt-get", "update", "-q")
+    root.run(*APT, "update")
     root.run(*INSTALL, "--download-only", *(f"/srv/{deb.name}" for deb in packages))
 
 
@@ -120,7 +123,7 @@ def check(root, packages):
     say("ldconfig " + root.run("ldconfig", "-p").partition("liblmhead")[1])
     serve(root)
     say("apt purge")
-    root.run("apt-get", "purge", "-y", "-q", "lmhead", "liblmhead0", "liblmhead-dev")
+    root.run(*APT, "purge", "-y", "lmhead", "liblmhead0", "liblmhead-dev")
     left = {name for name in root.files() - before if not name.startswith(("/var/lib/lmhead", "/run/lmhead"))}
     if left:
         raise SystemExit(f"deb: the purge left {sorted(left)}")
