@@ -52,6 +52,14 @@ void* gpr_malloc(size_t size) {
   return memory;
 }
 
+// Grows what a call has read of the peer's metadata, before it is handed on.
+void* gpr_realloc(void* old, size_t size) {
+  __tsan_acquire(&edge);
+  void* memory = LMHEAD_NEXT(gpr_realloc)(old, size);
+  __tsan_release(&edge);
+  return memory;
+}
+
 void* gpr_malloc_aligned(size_t size, size_t alignment) {
   void* memory = LMHEAD_NEXT(gpr_malloc_aligned)(size, alignment);
   __tsan_release(&edge);
