@@ -55,6 +55,13 @@ def run_rank(rank, size, address, head_name, store, results, broken_step):
     torch.distributed.destroy_process_group()
 
 
+def continued(model, rank):
+    """Greedily; of each rank another prompt."""
+    ids = models.batch(rank, 2)["input_ids"][:, :4]
+    return model.eval().generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, min_new_tokens=6, do_sample=False,
+                                 pad_token_id=0)
+
+
 def run_patched_rank(rank, size, address, head_name, store, results):
     """A patched model with its embedding tied or not; from step 3 once more from what was saved there."""
     torch.set_num_threads(1)
@@ -65,7 +72,7 @@ def run_patched_rank(rank, size, address, head_name, store, results):
         model = make().train()
         head = lmhead.RemoteHead.create(client, f"{head_name}-{make.__name__}", **lmhead.head_arguments(model),
                                         optimizer=lmhead.SGD(momentum=0.9))
-        patched = lmhead.patch(model, head, workers=lmhead.distributed_workers(), averaged_over=size)
+        patched = lmhead.patch(model, head, workers=lmhead.distributed_workers(), averaged_over=size, generate=True)
         optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
         for number in (1, 2, 3, 4, 3, 4):
             if number == 3 and head.next_step() > 3:
@@ -77,10 +84,14 @@ def run_patched_rank(rank, size, address, head_name, store, results):
             lmhead.average_gradients(model.parameters())
             patched.commit(0.1, 1.0)
             optimizer.step()
+            if rank == 1 and number == 2:  # One rank alone reads the head's rows.
+                continued(model, rank)
+                model.train()
             if number == 2:
                 patched.save(2)
                 saved = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
         found[make.__name__] = model.state_dict()
+        found[f"{make.__name__} continued"] = continued(model, rank)
     torch.save(found, f"{results}.{rank}")
 
 
@@ -181,7 +192,7 @@ class DistributedTest(ServiceTest):
             self.assertTrue(torch.equal(ranks[0]["model"][key], ranks[1]["model"][key]))
             self.assertLessEqual(relative_error(ranks[0]["model"][key], want), 1e-5)
 
-    def test_a_patched_model_on_two_ranks_trains_saves_and_resumes_as_in_one_process(self):
+    def test_a_patched_model_on_two_ranks_trains_generates_saves_and_resumes_as_in_one_process(self):
         ranks = [torch.load(path) for path in self.spawn(run_patched_rank, self.create())]
         for make in (models.llama, models.gpt2):
             model = make().train()
@@ -194,6 +205,8 @@ class DistributedTest(ServiceTest):
             for name, want in model.state_dict().items():
                 for rank in ranks:
                     self.assertLessEqual(relative_error(rank[make.__name__][name], want), 1e-5, name)
+            for number, rank in enumerate(ranks):
+                self.assertTrue(torch.equal(rank[f"{make.__name__} continued"], continued(model, number)))
 
     def test_a_service_that_dies_changes_nothing_for_two_ranks(self):
         want_head, want_model, _ = self.one_process()

@@ -16,6 +16,7 @@ from models import VOCAB_SIZE, gpt2, llama
 
 HAS_TRL = importlib.util.find_spec("trl") is not None
 NUM_STEPS = 6
+NUM_POLICY_STEPS = 20
 
 
 def tokenizer():
@@ -32,6 +33,10 @@ def texts():
     datasets.disable_progress_bars()
     return datasets.Dataset.from_dict({
         "text": [" ".join(f"w{(start + 3 * i) % (VOCAB_SIZE - 2)}" for i in range(6 + start % 5)) for start in range(48)]})
+
+
+def share_of_even_words(completion_ids, **_):
+    return [sum(word % 2 == 0 for word in words) / len(words) for words in completion_ids]
 
 
 @unittest.skipUnless(HAS_TRL, "TRL is not installed")
@@ -110,6 +115,59 @@ class TrlTest(ServiceTest):
             self.assertTrue(torch.equal(getattr(got, name), getattr(want, name).bool()), name)
         for a, b in zip(got_grads, want_grads):
             self.assertNear(a, b, 1e-4)
+
+    def train_policy(self, make, remote, kind="GRPO", **options):
+        """The entries that the trainer logs of steps that sample, and the samples."""
+        import datasets
+        import trl
+        samples = []
+
+        def reward(completion_ids, **_):
+            samples.append(completion_ids)
+            return share_of_even_words(completion_ids)
+
+        prompts = datasets.Dataset.from_dict({"prompt": [f"w{start} w{start + 3}" for start in range(24)]})
+        with tempfile.TemporaryDirectory() as folder:
+            arguments = getattr(trl, f"{kind}Config")(
+                folder, per_device_train_batch_size=8, num_generations=8, max_completion_length=8,
+                max_steps=NUM_POLICY_STEPS, seed=5, learning_rate=3e-2, lr_scheduler_type="constant", logging_steps=1,
+                max_grad_norm=0.0 if remote else 1.0, report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no", bf16=False,
+                weight_decay=0.0, temperature=0.9, beta=0.0, **options)
+            model = make()
+            trainer = getattr(trl, f"{kind}Trainer")(model, reward, arguments, train_dataset=prompts,
+                                                     processing_class=tokenizer())
+            trainer.remove_callback(transformers.trainer_callback.PrinterCallback)
+            if remote:
+                patched = self.patched(model, recipe=lmhead.Recipe(temperature=0.9), generate=True)
+                trainer.add_callback(patched.trainer_callback(max_grad_norm=1.0))
+            trainer.train()
+            if remote:
+                self.assertEqual(patched.head.info().last_committed_step, NUM_POLICY_STEPS)
+            return [entry for entry in trainer.state.log_history if "reward" in entry], samples
+
+    def check_policy(self, make, **options):
+        want, want_samples = self.train_policy(make, False, **options)
+        got, got_samples = self.train_policy(make, True, **options)
+        self.assertEqual(len(got), NUM_POLICY_STEPS // options.get("num_iterations", 1))  # Of the steps that sampled.
+        same = 6  # Later a rounding of the other kind may have sampled another word.
+        self.assertEqual(got_samples[:same], want_samples[:same])
+        for name in ("reward", "loss", "entropy", "completions/mean_length"):
+            for a, b in zip(got[:same], want[:same]):
+                self.assertAlmostEqual(float(a[name]), float(b[name]), delta=1e-3, msg=name)
+        first, last = (sum(entry["reward"] for entry in part) / 4 for part in (got[:4], got[-4:]))
+        self.assertGreater(last, first + 0.1)
+
+    def test_a_policy_samples_and_trains(self):
+        self.check_policy(llama)
+
+    def test_a_policy_with_a_tied_embedding(self):
+        self.check_policy(gpt2)
+
+    def test_a_policy_that_takes_several_steps_of_its_samples(self):
+        self.check_policy(llama, num_iterations=2, gradient_accumulation_steps=2, epsilon=0.1)
+
+    def test_another_policy_trainer(self):
+        self.check_policy(gpt2, kind="RLOO")
 
 
 if __name__ == "__main__":

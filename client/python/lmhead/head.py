@@ -115,6 +115,7 @@ class RemoteHead:
         self.client = _client(address, client_options)
         self.name = name
         self.last_commit: Optional[Tuple[int, int]] = None  # This process's: the server's incarnation, the step.
+        self.num_changes = 0  # Of the weight, through this object, those included that may have failed.
         self._writer_options = (connections, max_inflight_chunks, chunk_bytes, chunk_tokens or 0, checksums)
         info = self.info()
         self.vocab_size, self.hidden_size, self.trainable = info.vocab_size, info.hidden_size, info.trainable
@@ -199,6 +200,7 @@ class RemoteHead:
         host = rows.detach().to("cpu").contiguous()
         if host.dim() != 2:
             raise ValueError(f"{tensor} has shape {tuple(rows.shape)}, want two dimensions")
+        self.num_changes += 1
         self.client.native.load_weights(self.name, TENSORS[tensor], _staging.DTYPES[host.dtype], row_start,
                                         host.shape[0], host.shape[1], host.data_ptr())
 
@@ -263,6 +265,7 @@ class RemoteHead:
             FailedPrecondition: the server has no --checkpoint_dir, or a step is open.
             DataLoss: a file is torn.
         """
+        self.num_changes += 1
         return _info_of(self.client.call("RestoreCheckpoint", timeout=CHECKPOINT_SECONDS, head=self.name,
                                          name=name)["head"])
 

@@ -2,16 +2,18 @@
 
 Models are known by their structure: a forward() that takes ``labels`` and calls ``get_output_embeddings()``, a linear
 layer, on the hidden states. That layer is replaced by one that keeps the hidden states and gives a sliver of them in
-place of logits; the loss is then computed by the service.
+place of logits; the loss is then computed by the service. A model that shall generate, too, gets its logits from a local
+copy of the head's rows.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
 import warnings
-from typing import Any, Callable, Dict, Iterable, List, NoReturn, Optional, Tuple, Union
+from typing import Any, Callable, Dict, Iterable, Iterator, List, NoReturn, Optional, Tuple, Union
 
 import torch
 
@@ -19,6 +21,7 @@ from lmhead._staging import DTYPES
 from lmhead.errors import AlreadyExists, DataLoss, Error, FailedPrecondition, NotFound, ResourceExhausted
 from lmhead.gradients import clip_grad_norm
 from lmhead.head import RemoteHead
+from lmhead.local_logits import LocalLogits, LocalRows
 from lmhead.logprobs import Logprobs
 from lmhead.loss import shift_left
 from lmhead.recipe import IGNORE_INDEX, Recipe
@@ -27,19 +30,35 @@ from lmhead.workers import SINGLE, Workers
 
 
 class RemoteLmHead(torch.nn.Module):
-    """Stands where lm_head was. Keeps its input for the loss; what it gives has the shape of logits of one word.
+    """Stands where lm_head was. Keeps its input for the loss; what it gives has the shape of logits of one word. Within
+    ``logits`` it is the linear layer that it replaces.
 
     It has no parameters, but state_dict() has the head's, read from the service, and load_state_dict() sends them there:
     what a patched model saves is what it would save unpatched.
     """
 
-    def __init__(self, patched: "PatchedModel") -> None:
+    def __init__(self, patched: "PatchedModel", layer: Any) -> None:
         super().__init__()
         self.hidden: Optional[torch.Tensor] = None
         self._patched = patched
+        self._rows: Optional[Tuple[torch.Tensor, Optional[torch.Tensor]]] = None
+        # Has the device and dtype that the layer would have: model.to() moves it.
+        self.register_buffer("like", torch.empty(0, dtype=layer.weight.dtype, device=layer.weight.device), persistent=False)
+
+    @contextlib.contextmanager
+    def logits(self, rows: LocalRows) -> Iterator[None]:
+        """Within it forward() gives logits, of the positions that the model asks of its output layer."""
+        self._rows = rows.get(self.like)
+        try:
+            yield
+        finally:
+            self._rows = None
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[..., hidden_size] to [..., 1]."""
+        """[..., hidden_size] to [..., 1], or within ``logits`` to [..., vocab_size]."""
+        if self._rows is not None:
+            found: torch.Tensor = LocalLogits.apply(hidden, *self._rows)
+            return found
         self.hidden = hidden
         return hidden[..., :1].detach()
 
@@ -217,7 +236,8 @@ class PatchedModel:
     each step of an optimizer given to ``attach``.
     """
 
-    def __init__(self, model: torch.nn.Module, head: RemoteHead, recipe: Recipe, workers: Workers, averaged_over: int):
+    def __init__(self, model: torch.nn.Module, head: RemoteHead, recipe: Recipe, workers: Workers, averaged_over: int,
+                 generate: bool):
         self.model: Any = model
         self.head = head
         self.recipe = recipe
@@ -229,6 +249,8 @@ class PatchedModel:
         embedding = _input_embedding(self.model)
         tied = embedding is not None and embedding.weight is self._layer.weight
         self._tied: Optional[torch.nn.Parameter] = embedding.weight if tied else None
+        self._has_bias = getattr(self._layer, "bias", None) is not None
+        self._local_rows = LocalRows(head, self._tied, self._has_bias) if generate else None
         self._trunk_at_open = 0
         self._told = False  # That nobody commits.
         self._detachers: List[Callable[[], None]] = []
@@ -257,10 +279,8 @@ class PatchedModel:
             # Together: no rank opens a step while another still sends.
             self._by_leader(self._load_layer)
         self._shape = tuple(self._layer.weight.shape)
-        self._dtype, self._device = self._layer.weight.dtype, self._layer.weight.device
-        self._has_bias = getattr(self._layer, "bias", None) is not None
+        self._stand_in = RemoteLmHead(self, self._layer)
         self._layer = None  # Its parameters are freed, but for a tied weight, which the embedding needs.
-        self._stand_in = RemoteLmHead(self)
         # A tied weight is loaded as the embedding's, wherever in the model that comes.
         self._loaded_hook = self.model.register_load_state_dict_post_hook(self._stand_in.send_tied)
         setattr(self._owner, self._name, self._stand_in)
@@ -272,8 +292,13 @@ class PatchedModel:
 
     def _load_layer(self) -> None:
         self.head.load_weight(self._layer.weight)
-        if getattr(self._layer, "bias", None) is not None:
+        if self._has_bias:
             self.head.load_bias(self._layer.bias)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        found: torch.dtype = self._stand_in.like.dtype
+        return found
 
     @property
     def head_tensor_names(self) -> Tuple[str, ...]:
@@ -288,6 +313,7 @@ class PatchedModel:
 
     def load_head_tensors(self, tensors: Dict[str, torch.Tensor]) -> None:
         """Sends such parameters to the service, of several ranks the first; between steps."""
+        self._drop_rows()
         if not self.workers.leader:
             return
         for name, tensor in tensors.items():
@@ -319,15 +345,12 @@ class PatchedModel:
             as_tuple = arguments.get("return_dict") is False
             if rest or "return_dict" in signature.parameters:
                 arguments["return_dict"] = True
+            if labels is None and shift_labels is None:
+                with self._logits():
+                    output = original(**arguments)
+                return output.to_tuple() if as_tuple else output
             output = original(**arguments)
             hidden = self._stand_in.take()
-            if labels is None and shift_labels is None:
-                raise RuntimeError(
-                    "lmhead: the model's head is remote, so that forward() without labels has no logits: pass labels, or call "
-                    "patched.restore() first, as for generate(). A trainer that samples from its model (GRPO) or compares logits "
-                    "(GKD and other distillation) cannot be patched: write its loop with lmhead.ClippedPolicy or "
-                    "lmhead.Distillation (examples/grpo.py, examples/distil.py). A Trainer's label smoothing goes into "
-                    "lmhead.patch(recipe=lmhead.Recipe(label_smoothing=...))")
             if fused:
                 return self._fused(hidden, labels, shift_labels, num_items, getattr(output, "aux_loss", None))
             output["loss"] = self.loss(hidden, labels if shift_labels is None else shift_labels, num_items,
@@ -337,6 +360,23 @@ class PatchedModel:
             return output.to_tuple() if as_tuple else output
 
         return forward
+
+    def _logits(self) -> Any:
+        """In which the output layer computes logits. RuntimeError when the model was not patched for that."""
+        if self._local_rows is None:
+            raise RuntimeError(
+                "lmhead: the model's head is remote, so that forward() without labels has no logits: pass labels, or call "
+                "patched.restore() first, as for generate(). lmhead.patch(..., generate=True) lets the patched model generate, as "
+                "a trainer that samples from it (GRPO) needs, from a local copy of the head's rows. A trainer that compares "
+                "logits (GKD and other distillation) cannot be patched: write its loop with lmhead.Distillation "
+                "(examples/distil.py). A Trainer's label smoothing goes into "
+                "lmhead.patch(recipe=lmhead.Recipe(label_smoothing=...))")
+        return self._stand_in.logits(self._local_rows)
+
+    def _drop_rows(self) -> None:
+        """Frees the local copy of the head's rows, which change now or are wanted no more."""
+        if self._local_rows is not None:
+            self._local_rows.drop()
 
     def loss(self, hidden: torch.Tensor, labels: torch.Tensor, num_items: Any = None, *,
              shift: bool = True) -> torch.Tensor:
@@ -415,6 +455,7 @@ class PatchedModel:
         if self.step is None:
             return None
         step = self.step
+        self._drop_rows()
         try:
             self._push_tied(step, loss_scale)
             report = step.prepare(loss_scale=loss_scale)
@@ -586,6 +627,7 @@ class PatchedModel:
             if not torch.equal(self.head.read_weight(0, loaded.shape[0]).to(self._dtype), loaded):
                 raise ValueError(f"checkpoint trainer-{trainer_step} of head {self.head.name} has other weights than the trainer's "
                                  "checkpoint: it is another run's. Give each run a head of its own name, or remove it there")
+        self._drop_rows()
         self._by_leader(run)
         self._next_step = self.head.next_step()
 
@@ -607,10 +649,11 @@ class PatchedModel:
     def restore(self) -> Any:
         """Takes the trained head back into the model, for generating or local training; gives the model."""
         self.detach()
+        self._drop_rows()
         if getattr(self._owner, self._name) is not self._stand_in:  # Restored before.
             return self.model
         layer = torch.nn.Linear(self._shape[1], self._shape[0], bias=self._has_bias, dtype=self._dtype,
-                                device=self._device)
+                                device=self._stand_in.like.device)
         with torch.no_grad():
             if self._tied is not None:
                 layer.weight = self._tied
@@ -631,7 +674,7 @@ class PatchedModel:
 
 def patch(model: torch.nn.Module, head: RemoteHead, *, recipe: Recipe = Recipe(ignore_index=IGNORE_INDEX),
           load_weights: bool = True, workers: Workers = SINGLE, averaged_over: int = 1,
-          check_logits: bool = True) -> PatchedModel:
+          check_logits: bool = True, generate: bool = False) -> PatchedModel:
     """Moves a causal language model's head into the service. The model's ``loss`` is then computed there.
 
     Make the trunk's optimizer afterwards: the head's parameter is gone from the model. A tied embedding stays, since the
@@ -648,11 +691,16 @@ def patch(model: torch.nn.Module, head: RemoteHead, *, recipe: Recipe = Recipe(i
         load_weights: send the model's head to the service; False when the service has it, such as after a restart.
         workers, averaged_over: for several ranks: see distributed_workers and clip_grad_norm.
         check_logits: run the model on two tokens, to see that its logits are what the configuration says.
+        generate: let the patched model generate(), as a trainer that samples from it needs: forward() without labels then
+            gives the logits, without gradients, of the positions it is asked for. They come from a copy of the head's weight
+            and bias on the model's device and in its dtype: the trainer holds vocab_size x hidden_size elements from the
+            first such call to the next commit, after which the copy is read again (as much over the network). A tied
+            embedding has the rows already. Without it such a call is refused.
 
     Raises:
         ValueError: the model has no such structure, or the head differs in size, bias, logit scale or softcap, or the
             model in what it makes of its output layer, or the trainer in its temperature.
     """
-    patched = PatchedModel(model, head, recipe, workers, averaged_over)
+    patched = PatchedModel(model, head, recipe, workers, averaged_over, generate)
     patched.install(load_weights, check_logits)
     return patched

@@ -431,6 +431,7 @@ class Step:
         if not (math.isfinite(multiplier) and math.isfinite(rate)):
             raise ValueError(f"learning_rate is {rate} and grad_multiplier {multiplier}, want finite numbers: abort() a step "
                              "whose gradients overflowed")
+        self.head.num_changes += 1  # Before it: one whose answer is lost may have been applied.
         answer, everyone = self._agree(lambda: self._commit(rate, multiplier, allow_nonfinite_rows)
                                        if self.workers.leader or not self.workers.grouped else None)
         answer = next(given for given in [answer, *everyone] if given is not None)
