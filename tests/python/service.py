@@ -52,6 +52,7 @@ class Service:
     def pause(self):
         """It hangs from here on, until go_on()."""
         self._process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)  # Until then it answers still.
 
     def go_on(self):
         self._process.send_signal(signal.SIGCONT)
