@@ -74,4 +74,7 @@ function(lmhead_test name)
   # Passive: OpenMP threads that spin between loops slow tests down tenfold on busy cores.
   set_tests_properties(${name} PROPERTIES TIMEOUT ${ARG_TIMEOUT} LABELS "${ARG_LABELS}"
     ENVIRONMENT "OMP_WAIT_POLICY=PASSIVE;${ARG_ENV}")
+  if("gpu" IN_LIST ARG_LABELS)  # One after another: some look at the memory of the whole device.
+    set_tests_properties(${name} PROPERTIES RESOURCE_LOCK gpu)
+  endif()
 endfunction()
