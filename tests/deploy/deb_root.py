@@ -10,6 +10,7 @@ the same with the packages of the tested build, where the machine lets it.
 """
 
 import argparse
+import os
 import pathlib
 import re
 import shlex
@@ -38,7 +39,8 @@ class Root:
 
     def start(self, *command, user=None, **options):
         by = [f"--userspec={user}"] if user else []
-        environment = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8", "DEBIAN_FRONTEND": "noninteractive"}
+        environment = {name: value for name, value in os.environ.items() if name.lower().endswith("_proxy")}
+        environment |= {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8", "DEBIAN_FRONTEND": "noninteractive"}
         return subprocess.Popen(["chroot", *by, self.folder, *map(str, command)], env=environment, **options)
 
     def run(self, *command, **options):
@@ -109,7 +111,7 @@ def fetch(root, packages):
     """The packages, and from the network what they depend on."""
     for deb in packages:
         shutil.copy(deb, root.folder / "srv" / deb.name)
-    root.run(*APT, "update")
+    root.run(*APT, "update", "--error-on=any")
     root.run(*INSTALL, "--download-only", *(f"/srv/{deb.name}" for deb in packages))
 
 
