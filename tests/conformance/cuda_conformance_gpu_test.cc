@@ -78,7 +78,7 @@ BackendUnderTest OverNccl(const Layout& layout) {
 }
 
 // No layout without a GPU.
-Layouts IfGpu(Layouts layouts) { return NumCudaDevices() > 0 ? layouts : Layouts(); }
+Layouts IfGpu(const Layouts& layouts) { return NumCudaDevices() > 0 ? layouts : Layouts(); }
 
 // Every way to use the GPUs there are, two or more.
 Layouts NcclLayouts() {

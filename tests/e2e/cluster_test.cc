@@ -32,7 +32,7 @@ grpc::Status Check(grpc::health::v1::Health::Stub* stub, const std::string& name
   grpc::health::v1::HealthCheckRequest request;
   request.set_service(name);
   grpc::health::v1::HealthCheckResponse response;
-  const grpc::Status status = stub->Check(&context, request, &response);
+  grpc::Status status = stub->Check(&context, request, &response);
   if (!status.ok()) return status;
   if (response.status() == grpc::health::v1::HealthCheckResponse::SERVING) return status;
   return grpc::Status(grpc::StatusCode::INTERNAL, "not serving");
