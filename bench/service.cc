@@ -166,8 +166,8 @@ int64_t DefaultTokens(BackendKind backend, const HeadSpec& head) {
   const double flop_a_token = 6.0 * static_cast<double>(head.vocab_size * head.hidden_size);
   const double batches =
       kStepSeconds * flops / flop_a_token / static_cast<double>(head.batch_tokens);
-  const double most = static_cast<double>(kTokensMax / head.batch_tokens);
-  return head.batch_tokens * static_cast<int64_t>(std::clamp(batches, 1.0, most));
+  const int64_t most = kTokensMax / head.batch_tokens;
+  return head.batch_tokens * std::clamp(static_cast<int64_t>(batches), int64_t{1}, most);
 }
 
 absl::StatusOr<ServiceOptions> OptionsFromFlags(BackendKind backend) {
@@ -337,7 +337,7 @@ absl::Status MeasureAll(Session& session) {
   const bool json = absl::GetFlag(FLAGS_json);
   std::vector<ServiceCase> cases;
   for (const Schedule schedule : session.options.schedules) {
-    const absl::Status status = MeasureSchedule(session, schedule, /*print=*/!json, &cases);
+    absl::Status status = MeasureSchedule(session, schedule, /*print=*/!json, &cases);
     if (!status.ok()) return status;
   }
   const std::string text =

@@ -102,10 +102,8 @@ absl::Status Step::AttachStream(const std::string& worker, uint32_t stream_index
                                                    worker, ": wanted less than ",
                                                    kStreamsPerWorkerMax));
   }
-  const bool inserted =
-      streams_
-          .try_emplace({worker, side == StreamSide::kTeacher, stream_index}, std::move(on_abort))
-          .second;
+  const StreamKey key = {worker, side == StreamSide::kTeacher, stream_index};
+  const bool inserted = streams_.try_emplace(key, std::move(on_abort)).second;
   if (inserted) {
     ++(*found)->num_streams;
     if (side != StreamSide::kWhole) {

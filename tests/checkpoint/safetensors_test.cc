@@ -20,7 +20,7 @@ using ::testing::HasSubstr;
 class SafetensorsTest : public ::testing::Test {
  protected:
   std::string Write(const std::string& contents) {
-    const std::string path = directory_.Path("file.safetensors");
+    std::string path = directory_.Path("file.safetensors");
     std::ofstream(path, std::ios::binary | std::ios::trunc) << contents;
     return path;
   }

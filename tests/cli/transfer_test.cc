@@ -73,7 +73,7 @@ class TransferTest : public ::testing::Test {
   // A sharded checkpoint: an embedding in the first file, what `head_name` names in the second.
   std::string MakeCheckpoint(const std::string& config, const std::string& head_name,
                              SafetensorsDType dtype, bool bias) {
-    const std::string directory = root_.Path("hf");
+    std::string directory = root_.Path("hf");
     fs::create_directory(directory);
     WriteFile(directory + "/config.json", config);
     WriteFile(directory + "/tokenizer.json", "{\"kept\": true}");
@@ -138,7 +138,7 @@ TEST_F(TransferTest, AHeadComesInAndGoesBackUnchangedInEveryDType) {
     ASSERT_EQ(exported.exit_code, 0) << exported.output;
     for (const auto& entry : fs::directory_iterator(directory)) {
       const std::string file = entry.path().filename();
-      auto before = SafetensorsReader::Open(directory + "/" + file);
+      auto before = SafetensorsReader::Open(absl::StrCat(directory, "/", file));
       if (!before.ok()) {
         EXPECT_EQ(ReadWhole(root_.Path("out/" + file)), ReadWhole(entry.path())) << file;
         continue;

@@ -19,7 +19,7 @@ using ::testing::HasSubstr;
 class LocalServerTest : public testing::Test {
  protected:
   std::string Script(const std::string& body) {
-    const std::string path = directory_.Path("server");
+    std::string path = directory_.Path("server");
     std::ofstream(path) << "#!/bin/sh\n"
                            "for flag in \"$@\"; do\n"
                            "  case $flag in --ready_file=*) ready=${flag#--ready_file=};; esac\n"

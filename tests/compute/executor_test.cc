@@ -78,7 +78,7 @@ class ExecutorTest : public ::testing::Test {
   }
 
   void Submit(int64_t rows, BackwardMode mode = BackwardMode::kHidden,
-              std::shared_ptr<const LossRecipe> recipe = nullptr, OutputSpec outputs = {},
+              const std::shared_ptr<const LossRecipe>& recipe = nullptr, OutputSpec outputs = {},
               ComputeBackend* backend = nullptr) {
     ChunkTask task = {.backend = backend == nullptr ? &backend_ : backend,
                       .recipe = recipe == nullptr ? recipe_ : recipe,

@@ -99,7 +99,7 @@ TEST_F(NcclCollectiveTest, ComputesWhatTheSeamSays) {
   ConnectAll();
   OnEach([size](GpuRank& rank) {
     const auto own = static_cast<float>(rank.collective->rank() + 1);
-    const auto total = static_cast<float>(size * (size + 1) / 2);
+    const auto total = 0.5f * static_cast<float>(size * (size + 1));
     Fill(rank, own);
     ASSERT_TRUE(rank.collective->AllReduce(rank.data, kCount, rank.stream).ok());
     ExpectAll(rank, total);

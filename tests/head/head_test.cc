@@ -225,7 +225,7 @@ TEST_F(HeadTest, FailedEvaluationBeforeTheUpdatePreventsIt) {
   faults_.before_batch = [&] { commit_is_queued.WaitForNotification(); };
   faults_.batch = true;
   Slot slot(2);
-  ASSERT_TRUE(evaluation->Submit(slot.Chunk(0), [](absl::StatusOr<ComputedChunk>) {}).ok());
+  ASSERT_TRUE(evaluation->Submit(slot.Chunk(0), [](const absl::StatusOr<ComputedChunk>&) {}).ok());
   absl::StatusOr<CommittedStep> committed;
   std::thread commit([&] { committed = Commit(1); });
   absl::SleepFor(absl::Milliseconds(50));  // It is sound whenever the commit comes.

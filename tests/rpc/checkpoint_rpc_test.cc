@@ -132,7 +132,7 @@ class GradientRpcTest : public RpcTest {
   grpc::Status Add(const v1::AccumulateWeightGradientRequest& request, bool* duplicate = nullptr) {
     grpc::ClientContext context;
     v1::AccumulateWeightGradientResponse response;
-    const grpc::Status status = stub_->AccumulateWeightGradient(&context, request, &response);
+    grpc::Status status = stub_->AccumulateWeightGradient(&context, request, &response);
     if (duplicate != nullptr) *duplicate = response.duplicate();
     return status;
   }

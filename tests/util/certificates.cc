@@ -129,7 +129,8 @@ void SecretFolder::Swap(const Files& changed) {
 void SecretFolder::Publish() {
   const std::string data = absl::StrCat("..", ++generation_);
   std::filesystem::create_directory(Path(data));
-  for (const auto& [name, contents] : files_) std::ofstream(Path(data + "/" + name)) << contents;
+  for (const auto& [name, contents] : files_)
+    std::ofstream(Path(absl::StrCat(data, "/", name))) << contents;
   std::filesystem::create_directory_symlink(data, Path("..data_tmp"));
   std::filesystem::rename(Path("..data_tmp"), Path("..data"));
   std::error_code ignored;

@@ -23,7 +23,7 @@ class TextFolder : public TemporaryFolder {
  public:
   // The path of a new file.
   std::string Write(const std::string& name, const std::string& text) const {
-    const std::string path = Path(name);
+    std::string path = Path(name);
     fs::create_directories(fs::path(path).parent_path());
     std::ofstream(path, std::ios::binary) << text;
     return path;
