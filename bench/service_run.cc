@@ -128,7 +128,7 @@ absl::Status ServiceRun::OpenWriters(uint64_t incarnation) {
                   .max_inflight_chunks = traffic_.inflight,
                   .chunk_bytes = traffic_.chunk_bytes};
   spec.outputs.set_grad_hidden_states(true);
-  if (traffic_.distil) {
+  if (!teacher_.empty()) {
     spec.recipe = LossRecipeToProto(
         {.distillation = DistillationSpec{.divergence = Divergence::kForwardKl,
                                           .teacher_head = teacher_,
@@ -158,7 +158,7 @@ absl::Status ServiceRun::Stream(Worker& worker) {
     LossRows rows;
     rows.hidden_states = rows_->hidden_states(num_rows);
     rows.targets = rows_->targets(num_rows);
-    if (traffic_.distil) rows.teacher_hidden_states = rows.hidden_states;
+    if (!teacher_.empty()) rows.teacher_hidden_states = rows.hidden_states;
     std::byte* const grad =
         worker.grad_hidden_states.data() + piece % kPiecesUnderWay * rows_->size_bytes();
     rows.grad_hidden_states = {grad, num_rows, cols, traffic_.hidden_dtype};

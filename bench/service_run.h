@@ -64,7 +64,7 @@ class ServiceRun {
   ServiceRun& operator=(const ServiceRun&) = delete;
 
   // What the next steps send: makes the rows and the workers.
-  // REQUIRES: traffic.head is the run's, and so is distil.
+  // REQUIRES: traffic.head and traffic.distil are the run's.
   void SetTraffic(const Traffic& traffic);
 
   // One step: begin, stream, prepare, abort. INTERNAL when the service counted other rows or chunks

@@ -175,15 +175,9 @@ TEST_F(ExecutorTest, ControlWorkWaitsForAnswersOfUnfinishedBatches) {
     ran.Notify();
   });
   Release();
-  while (executor_->queue_depth() > 0) absl::SleepFor(absl::Milliseconds(1));
-  // All three are launched, none is answered.
-  std::vector<std::function<void()>> held;
-  while (held.size() < 3) {
-    absl::SleepFor(absl::Milliseconds(1));
-    held = backend_.held;
-  }
+  AwaitHeld(3);  // All are launched, none is answered.
   answered = true;
-  for (const auto& answer : held) answer();
+  for (const auto& answer : backend_.held) answer();
   ran.WaitForNotification();
 }
 
@@ -193,10 +187,9 @@ TEST_F(ExecutorTest, WaitsForAFreeBatchAndJoinsMeanwhile) {
   Block();
   Submit(10);
   Release();
-  while (executor_->queue_depth() > 0) absl::SleepFor(absl::Milliseconds(1));
+  AwaitHeld(1);
   Submit(2);
   Submit(3);
-  while (backend_.held.empty()) absl::SleepFor(absl::Milliseconds(1));
   const auto first = backend_.held[0];
   backend_.hold_answers = false;
   first();
