@@ -12,6 +12,7 @@
 #include <sstream>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "absl/time/clock.h"
 #include "client/cpp/child_process.h"
 #include "grpc/health/v1/health.grpc.pb.h"
@@ -24,6 +25,16 @@ namespace {
 constexpr absl::Duration kPatience = absl::Seconds(90);
 constexpr absl::Duration kPollInterval = absl::Milliseconds(20);
 
+// The GPUs of a process's ranks, in turn over those of the test.
+void AddDevices(int first_rank, int num_ranks, std::vector<std::string>* flags) {
+  if (TestBackend() != "cuda") return;
+  std::vector<int> devices;
+  for (int rank = first_rank; rank < first_rank + num_ranks; ++rank) {
+    devices.push_back(rank % TestGpus());
+  }
+  flags->push_back(absl::StrCat("--devices=", absl::StrJoin(devices, ",")));
+}
+
 std::vector<std::string> FollowCommand(const std::vector<std::string>& command,
                                        const std::string& leader, int rank,
                                        const std::vector<std::string>& extra_flags) {
@@ -31,6 +42,7 @@ std::vector<std::string> FollowCommand(const std::vector<std::string>& command,
   arguments.insert(arguments.end(),
                    {"follow", absl::StrCat("--leader=", leader), absl::StrCat("--rank=", rank),
                     absl::StrCat("--backend=", TestBackend())});
+  AddDevices(rank, 1, &arguments);
   arguments.insert(arguments.end(), extra_flags.begin(), extra_flags.end());
   return arguments;
 }
@@ -104,8 +116,11 @@ std::vector<std::string> FlagsOf(const Layout& layout, const std::string& host) 
   if (layout.num_local < layout.num_ranks) {
     flags.push_back(absl::StrCat("--group_listen=", host, ":0"));
   }
-  // The ranks of these tests share a GPU, which NCCL does not take twice.
-  if (TestBackend() == "cuda") flags.push_back("--collective=gloo");
+  // NCCL does not take a GPU twice.
+  if (TestBackend() == "cuda") {
+    flags.push_back(layout.num_ranks <= TestGpus() ? "--collective=nccl" : "--collective=gloo");
+  }
+  AddDevices(0, layout.num_local, &flags);
   return flags;
 }
 
@@ -146,6 +161,7 @@ int ShardProcesses::first_rank_of(size_t index) const {
 void ShardProcesses::StartFollower(size_t index) {
   std::vector<std::string> flags = {
       absl::StrCat("--local_ranks=", options_.layout.ranks_per_follower)};
+  AddDevices(first_rank_of(index), options_.layout.ranks_per_follower, &flags);
   flags.insert(flags.end(), options_.follower_flags.begin(), options_.follower_flags.end());
   followers_[index] =
       std::make_unique<FollowerChild>(std::vector<std::string>{e2e::LmheadBinary()},

@@ -67,7 +67,8 @@ struct Layout {
   int ranks_per_follower = 1;  // Of the others.
 };
 
-// The server's flags for that. Followers call it at a free port of `host`.
+// The server's flags for that. Followers call it at a free port of `host`. On CUDA the ranks are
+// over NCCL where each has a GPU of its own (TestGpus), over Gloo where they share.
 std::vector<std::string> FlagsOf(const Layout& layout, const std::string& host = "127.0.0.1");
 
 struct GroupOptions {

@@ -19,4 +19,9 @@ std::string TestBackend() {
   return backend == nullptr ? "cpu" : backend;
 }
 
+int TestGpus() {
+  const char* gpus = std::getenv("LMHEAD_TEST_GPUS");
+  return gpus == nullptr ? 1 : std::atoi(gpus);
+}
+
 }  // namespace lmhead

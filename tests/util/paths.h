@@ -18,6 +18,9 @@ std::string GoldenFolder();
 // The value of --backend for servers that tests start: LMHEAD_TEST_BACKEND, else `cpu`.
 std::string TestBackend();
 
+// How many GPUs the ranks of one test may be spread over: LMHEAD_TEST_GPUS, else 1.
+int TestGpus();
+
 }  // namespace lmhead
 
 #endif  // LMHEAD_TESTS_UTIL_PATHS_H_
