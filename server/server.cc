@@ -338,7 +338,6 @@ absl::Status Server::Impl::AwaitRanks(const std::function<bool()>& cancelled) {
                                                  absl::FormatDuration(kRestorePatience),
                                                  "; start their followers"));
     }
-    ConnectRanks();
     absl::SleepFor(absl::Milliseconds(200));
   }
   return absl::OkStatus();
@@ -649,7 +648,7 @@ Server::Impl::~Impl() {
   service_.reset();
   watchdog_.reset();
   // A follower that hangs does not hold up the end of the heads.
-  if (ranks_ != nullptr) ranks_->StopFollowers();
+  if (ranks_ != nullptr) ranks_->Stop();
   heads_usable_ = false;
   if (executor_ != nullptr) executor_->Run([] {});  // Nothing on its thread looks at them any more.
   heads_.reset();

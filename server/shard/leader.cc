@@ -117,7 +117,6 @@ void ShardLeader::Impl::Watch() {
   absl::MutexLock lock(&mu_);
   while (!mu_.AwaitWithTimeout(absl::Condition(&stopping_), interval)) {
     for (const auto& [rank, remote] : remote_) remote->Tick();
-    if (!pool_->connected()) options_.request_connect();
   }
 }
 

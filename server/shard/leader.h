@@ -44,8 +44,7 @@ class ShardLeader {
     std::string backend;     // and the same backend: "cpu" or "cuda".
     std::string collective;  // What they are told to use: "gloo" or "nccl".
     absl::Duration timeout;  // Of the collective, which also bounds a follower's silence.
-    // The ranks should be connected: a follower has come, or they have not been for a while. Must
-    // not block.
+    // The ranks should be connected: a follower has come. Must not block.
     std::function<void()> request_connect;
   };
 

@@ -7,6 +7,11 @@
 #include "spdlog/spdlog.h"
 
 namespace lmhead {
+namespace {
+
+constexpr absl::Duration kAskInterval = absl::Seconds(1);
+
+}  // namespace
 
 absl::StatusOr<std::unique_ptr<RankGroup>> RankGroup::Start(const Hardware& hardware,
                                                             const Options& options) {
@@ -14,6 +19,7 @@ absl::StatusOr<std::unique_ptr<RankGroup>> RankGroup::Start(const Hardware& hard
   if (options.config.num_ranks == 1) return group;
   if (absl::Status status = group->MakeRanks(); !status.ok()) return status;
   if (absl::Status status = group->StartLeader(); !status.ok()) return status;
+  group->asking_ = std::thread([group = group.get()] { group->AskUntilConnected(); });
   return group;
 }
 
@@ -115,10 +121,19 @@ int64_t RankGroup::ReadReplicaBatchBytes() const {
   return bytes;
 }
 
-RankGroup::~RankGroup() { StopFollowers(); }
+RankGroup::~RankGroup() { Stop(); }
 
-void RankGroup::StopFollowers() {
+void RankGroup::Stop() {
+  if (!stopped_.HasBeenNotified()) stopped_.Notify();
+  if (asking_.joinable()) asking_.join();
   if (leader_ != nullptr) leader_->Stop();
+}
+
+// A try may fail for what passes: a network that is not up yet, a machine that is too busy.
+void RankGroup::AskUntilConnected() const {
+  while (!stopped_.WaitForNotificationWithTimeout(kAskInterval)) {
+    if (!pool_->connected()) options_.request_connect();
+  }
 }
 
 absl::StatusOr<std::unique_ptr<ComputeBackend>> RankGroup::MakeHead(const HeadSpec& spec,

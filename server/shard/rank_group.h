@@ -9,10 +9,12 @@
 #include <memory>
 #include <string>
 #include <string_view>
+#include <thread>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/synchronization/notification.h"
 #include "absl/time/time.h"
 #include "server/compute/rank_pool.h"
 #include "server/compute/timed_collective.h"
@@ -35,8 +37,8 @@ class RankGroup {
     // Whether a caller of it may: ShardLeader::Options::admit.
     std::function<absl::Status(const grpc::ServerContextBase& context, std::string_view method)>
         admit;
-    // The ranks should be connected: calls Connect() on the executor's thread. Any thread, must not
-    // block.
+    // The ranks should be connected: calls Connect() on the executor's thread. Asked again every
+    // second until they are. Any thread, must not block.
     std::function<void()> request_connect;
     std::function<void(bool ready)> on_ready;  // Told when ready() changes; any thread.
   };
@@ -58,8 +60,9 @@ class RankGroup {
   // Every rank is there and connected.
   bool ready() const;
 
-  // The followers' ranks are away for good, so that nothing waits for them any more.
-  void StopFollowers();
+  // The ranks are not asked to be connected any more, and the followers' are away for good, so that
+  // nothing waits for them. May be called again.
+  void Stop();
 
   int32_t ranks_per_replica() const {
     return options_.config.num_ranks / options_.config.num_replicas;
@@ -88,6 +91,7 @@ class RankGroup {
   absl::Status MakeRanks();
   void WarnOfSharedDevices() const;
   absl::Status StartLeader();
+  void AskUntilConnected() const;
 
   const Hardware hardware_;
   const Options options_;
@@ -100,6 +104,8 @@ class RankGroup {
   std::unique_ptr<RankPool> pool_;  // Null for one rank.
   std::unique_ptr<ShardLeader> leader_;
   std::string group_address_;
+  absl::Notification stopped_;
+  std::thread asking_;
 };
 
 }  // namespace lmhead
