@@ -77,7 +77,9 @@ class NcclGroup {
   absl::Status Settle(ncclResult_t result, const char* what, absl::Time deadline);
   absl::Status Error(ncclResult_t result, const char* what);
   absl::Status Fail(const absl::Status& error) ABSL_LOCKS_EXCLUDED(mu_);
-  absl::StatusOr<cudaEvent_t> TakeEvent() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Takes the events of a collective; the caller frees them, where it fails, too.
+  absl::Status RecordStart(cudaStream_t stream, Pending* pending)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status LookAtPending() ABSL_LOCKS_EXCLUDED(mu_);
   void FreeEvents(const Pending& pending) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void AbortCommunicator() ABSL_LOCKS_EXCLUDED(mu_);
@@ -203,15 +205,16 @@ absl::Status NcclGroup::Settle(ncclResult_t result, const char* what, absl::Time
   return result == ncclSuccess ? absl::OkStatus() : Error(result, what);
 }
 
-absl::StatusOr<cudaEvent_t> NcclGroup::TakeEvent() {
-  if (!free_events_.empty()) {
-    cudaEvent_t event = free_events_.back();
-    free_events_.pop_back();
-    return event;
+absl::Status NcclGroup::RecordStart(cudaStream_t stream, Pending* pending) {
+  for (cudaEvent_t* event : {&pending->start, &pending->done}) {
+    if (free_events_.empty()) {
+      LMHEAD_RETURN_IF_CUDA_ERROR(cudaEventCreate(event));
+    } else {
+      *event = free_events_.back();
+      free_events_.pop_back();
+    }
   }
-  cudaEvent_t event = nullptr;
-  LMHEAD_RETURN_IF_CUDA_ERROR(cudaEventCreate(&event));
-  return event;
+  return CudaStatus(cudaEventRecord(pending->start, stream), "cudaEventRecord");
 }
 
 void NcclGroup::FreeEvents(const Pending& pending) {
@@ -228,20 +231,18 @@ absl::Status NcclGroup::Run(CollectiveOp op, DeviceStream stream, Start start) {
   {
     absl::MutexLock lock(&mu_);
     if (!state_.ok()) return state_;
-    for (cudaEvent_t* event : {&pending.start, &pending.done}) {
-      absl::StatusOr<cudaEvent_t> taken = TakeEvent();
-      if (!taken.ok()) return taken.status();
-      *event = *taken;
+    if (absl::Status status = RecordStart(cuda_stream, &pending); !status.ok()) {
+      FreeEvents(pending);
+      return status;
     }
-    LMHEAD_RETURN_IF_CUDA_ERROR(cudaEventRecord(pending.start, cuda_stream));
     result = start(library_, communicator_, cuda_stream);
   }
   absl::Status status = Settle(result, WithArticle(op), pending.deadline);
+  if (!status.ok()) status = Fail(status);
   absl::MutexLock lock(&mu_);
   if (!status.ok()) {
     FreeEvents(pending);
-    if (state_.ok()) state_ = status;
-    return state_;
+    return status;
   }
   pending_.push_back(pending);
   return CudaStatus(cudaEventRecord(pending.done, cuda_stream), "cudaEventRecord");

@@ -95,7 +95,7 @@ TEST(ShardNetworkTest, ACableThatIsPulledEndsTheStepAndBringsTheGroupBackWhenItI
   std::vector<std::string> flags = FlagsOf({2, 1, 1}, "10.77.0.1");
   flags.insert(flags.end(),
                {absl::StrCat("--backend=", TestBackend()), absl::StrCat("--listen=", socket),
-                "--insecure", "--collective_timeout_seconds=4"});
+                "--insecure", absl::StrCat("--collective_timeout_seconds=", kTimeoutSeconds)});
   auto server = LocalServer::Start(hosts.LeaderBinary(), flags);
   LMHEAD_ASSERT_OK(server);
   FollowerChild follower(hosts.OnFollower(), (*server)->group_address(), 1);

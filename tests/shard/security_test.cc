@@ -39,7 +39,8 @@ class ShardSecurityTest : public ::testing::Test {
     flags.insert(flags.end(),
                  {Flag("tls_cert_file", "leader.crt"), Flag("tls_key_file", "leader.key"),
                   Flag("tls_client_ca_file", "ca.crt"), Flag("auth_policy_file", "policy.json"),
-                  "--health_listen=127.0.0.1:0", "--collective_timeout_seconds=4"});
+                  "--health_listen=127.0.0.1:0",
+                  absl::StrCat("--collective_timeout_seconds=", kTimeoutSeconds)});
     server_ = e2e::StartServer(flags);
     auto client = Client::Connect(server_->address(),
                                   {.max_attempts = 1,

@@ -16,12 +16,14 @@
 #include "absl/time/time.h"
 #include "client/cpp/client.h"
 #include "client/cpp/local_server.h"
+#include "tests/util/paths.h"
 #include "tests/util/temporary_folder.h"
 
 namespace lmhead::shard {
 
-// --collective_timeout_seconds of groups whose ranks are made to fail.
-inline constexpr double kTimeoutSeconds = 4.0;
+// --collective_timeout_seconds of groups whose ranks are made to fail. NCCL's connecting and its
+// first collectives take seconds on a busy machine.
+inline const double kTimeoutSeconds = TestGpus() > 1 ? 12.0 : 4.0;
 // By when an open step has ended after a rank has failed: the bound that OPERATING.md states,
 // with room for a busy machine.
 inline const absl::Duration kBound = absl::Seconds(4 * kTimeoutSeconds);
