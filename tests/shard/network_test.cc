@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "tests/e2e/service_fixture.h"
 #include "tests/shard/shard_processes.h"
@@ -64,6 +65,10 @@ class TwoHosts {
   }
   bool SetCable(const char* state) const {
     return Run(absl::StrCat("ip -n ", follower_, " link set ", cable_, " ", state));
+  }
+  // The interface that connections of the leader's host to itself take.
+  bool SetLeadersLoopback(const char* state) const {
+    return Run(absl::StrCat("ip -n ", leader_, " link set lo ", state));
   }
 
  private:
@@ -129,6 +134,36 @@ TEST(ShardNetworkTest, ACableThatIsPulledEndsTheStepAndBringsTheGroupBackWhenItI
   const auto weight = e2e::ReadTensor(client.get(), shape, v1::TENSOR_KIND_WEIGHT);
   LMHEAD_ASSERT_OK(weight);
   EXPECT_LE(e2e::RelativeError(*weight, std::span(oracle.weight())), 1e-5);
+}
+
+// Nobody but the server itself asks for their connections: there are no followers.
+TEST(ShardNetworkTest, RanksOfOneProcessThatCouldNotBeConnectedAreWhenTheNetworkIsUp) {
+  const TwoHosts hosts;
+  if (!hosts.there()) GTEST_SKIP() << "needs root and network namespaces (ip netns)";
+  ASSERT_TRUE(hosts.SetLeadersLoopback("down"));
+  const std::string socket = absl::StrCat("unix:", (hosts.folder() / "lmhead.sock").string());
+  std::vector<std::string> flags = FlagsOf({2, 2, 1});
+  flags.insert(flags.end(), {absl::StrCat("--backend=", TestBackend()), "--collective=gloo",
+                             "--collective_host=10.77.0.1", absl::StrCat("--listen=", socket),
+                             "--insecure", "--metrics_listen=",
+                             absl::StrCat("--collective_timeout_seconds=", kTimeoutSeconds)});
+  auto server = LocalServer::Start(hosts.LeaderBinary(), flags);
+  LMHEAD_ASSERT_OK(server);
+  const absl::Time deadline = absl::Now() + absl::Seconds(60);
+  while (!absl::StrContains((*server)->Log(), "not ready: the ranks could not be connected")) {
+    ASSERT_LT(absl::Now(), deadline) << (*server)->Log();
+    absl::SleepFor(absl::Milliseconds(50));
+  }
+  EXPECT_FALSE(IsServing(socket, "readiness"));
+
+  ASSERT_TRUE(hosts.SetLeadersLoopback("up"));
+  AwaitReady(socket, true);
+  const auto client = e2e::ConnectTo(socket);
+  const HeadShape shape;
+  LMHEAD_ASSERT_OK(e2e::CreateHead(client.get(), shape));
+  std::vector<Rows> rows = {e2e::MakeRows(shape, 200, 1, 0)};
+  Client* const workers[] = {client.get()};
+  LMHEAD_ASSERT_OK(e2e::RunStep(client.get(), workers, shape, 1, {}, &rows));
 }
 
 }  // namespace
