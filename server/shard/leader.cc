@@ -229,9 +229,8 @@ grpc::Status ShardLeader::Impl::GetRendezvous(grpc::ServerContext* context,
 
 // --- ShardLeader -------------------------------------------------------------------------------
 
-absl::StatusOr<std::unique_ptr<ShardLeader>> ShardLeader::Start(const Options& options,
-                                                                RankPool* pool,
-                                                                std::vector<RemoteRank*> remote) {
+absl::StatusOr<std::unique_ptr<ShardLeader>> ShardLeader::Start(
+    const Options& options, RankPool* pool, const std::vector<RemoteRank*>& remote) {
   auto impl = std::make_unique<Impl>(options, pool, remote);
   if (absl::Status status = impl->Start(); !status.ok()) return status;
   return std::unique_ptr<ShardLeader>(new ShardLeader(std::move(impl)));

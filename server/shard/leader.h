@@ -55,7 +55,7 @@ class ShardLeader {
   // Starts listening. `remote` are those of the pool's ranks that followers hold; the pool outlives
   // the leader. UNAVAILABLE when the address is taken, naming it.
   static absl::StatusOr<std::unique_ptr<ShardLeader>> Start(const Options& options, RankPool* pool,
-                                                            std::vector<RemoteRank*> remote);
+                                                            const std::vector<RemoteRank*>& remote);
   ~ShardLeader();
   ShardLeader(const ShardLeader&) = delete;
   ShardLeader& operator=(const ShardLeader&) = delete;

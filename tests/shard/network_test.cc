@@ -57,7 +57,7 @@ class TwoHosts {
   }
   // A program that is `lmhead` on the leader's host.
   std::string LeaderBinary() const {
-    const std::string path = folder_ / "lmhead";
+    std::string path = folder_ / "lmhead";
     std::ofstream(path) << "#!/bin/sh\nexec ip netns exec " << leader_ << " " << e2e::LmheadBinary()
                         << " \"$@\"\n";
     std::filesystem::permissions(path, std::filesystem::perms::owner_all);
