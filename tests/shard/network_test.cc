@@ -93,6 +93,12 @@ void AwaitReady(const std::string& address, bool wanted) {
   }
 }
 
+// A step of one worker with 200 rows.
+void Train(Client* client, const HeadShape& shape, uint64_t step) {
+  std::vector<Rows> rows = {e2e::MakeRows(shape, 200, step, 0)};
+  LMHEAD_ASSERT_OK(e2e::RunStep(client, {&client, 1}, shape, step, {}, &rows));
+}
+
 TEST(ShardNetworkTest, ACableThatIsPulledEndsTheStepAndBringsTheGroupBackWhenItIsPutIn) {
   const TwoHosts hosts;
   if (!hosts.there()) GTEST_SKIP() << "needs root and network namespaces (ip netns)";
@@ -108,9 +114,7 @@ TEST(ShardNetworkTest, ACableThatIsPulledEndsTheStepAndBringsTheGroupBackWhenItI
   const auto client = e2e::ConnectTo(socket);
   const HeadShape shape;
   LMHEAD_ASSERT_OK(e2e::CreateHead(client.get(), shape));
-  std::vector<Rows> rows = {e2e::MakeRows(shape, 200, 1, 0)};
-  Client* const workers[] = {client.get()};
-  LMHEAD_ASSERT_OK(e2e::RunStep(client.get(), workers, shape, 1, {}, &rows));
+  ASSERT_NO_FATAL_FAILURE(Train(client.get(), shape, 1));
 
   auto incarnation = e2e::BeginStep(client.get(), shape, 2, 1);
   LMHEAD_ASSERT_OK(incarnation);
@@ -124,8 +128,7 @@ TEST(ShardNetworkTest, ACableThatIsPulledEndsTheStepAndBringsTheGroupBackWhenItI
 
   ASSERT_TRUE(hosts.SetCable("up"));
   AwaitReady(socket, true);
-  rows = {e2e::MakeRows(shape, 200, 2, 0)};
-  LMHEAD_ASSERT_OK(e2e::RunStep(client.get(), workers, shape, 2, {}, &rows));
+  ASSERT_NO_FATAL_FAILURE(Train(client.get(), shape, 2));
   e2e::OracleTrainer oracle(shape);
   for (uint64_t step = 1; step <= 2; ++step) {
     const std::vector<Rows> wanted = {e2e::MakeRows(shape, 200, step, 0)};
@@ -161,9 +164,7 @@ TEST(ShardNetworkTest, RanksOfOneProcessThatCouldNotBeConnectedAreWhenTheNetwork
   const auto client = e2e::ConnectTo(socket);
   const HeadShape shape;
   LMHEAD_ASSERT_OK(e2e::CreateHead(client.get(), shape));
-  std::vector<Rows> rows = {e2e::MakeRows(shape, 200, 1, 0)};
-  Client* const workers[] = {client.get()};
-  LMHEAD_ASSERT_OK(e2e::RunStep(client.get(), workers, shape, 1, {}, &rows));
+  ASSERT_NO_FATAL_FAILURE(Train(client.get(), shape, 1));
 }
 
 }  // namespace
