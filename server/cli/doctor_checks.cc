@@ -1,6 +1,5 @@
 #include "server/cli/doctor_checks.h"
 
-#include <dlfcn.h>
 #include <netdb.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
@@ -13,7 +12,6 @@
 #include <cerrno>
 #include <cstring>
 #include <fstream>
-#include <initializer_list>
 #include <memory>
 #include <optional>
 #include <sstream>
@@ -29,6 +27,7 @@
 #include "proto/types/limits.h"
 #include "server/config/listen_address.h"
 #include "server/config/server_config.h"
+#include "server/library/nvidia_libraries.h"
 #include "server/memory/system_memory.h"
 #include "server/security/certificate.h"
 #include "server/security/policy.h"
@@ -54,31 +53,6 @@ std::string GiB(int64_t bytes) {
   return absl::StrFormat("%.1f GiB", static_cast<double>(bytes) / static_cast<double>(kGiB));
 }
 
-// A library that is opened by name, as the service does itself.
-class Library {
- public:
-  explicit Library(std::initializer_list<const char*> names) {
-    for (const char* name : names) {
-      if (handle_ == nullptr) handle_ = dlopen(name, RTLD_NOW | RTLD_LOCAL);
-    }
-  }
-  ~Library() {
-    if (handle_ != nullptr) dlclose(handle_);
-  }
-  Library(const Library&) = delete;
-  Library& operator=(const Library&) = delete;
-
-  bool is_open() const { return handle_ != nullptr; }
-
-  template <typename Function>
-  Function* Get(const char* name) const {
-    return handle_ == nullptr ? nullptr : reinterpret_cast<Function*>(dlsym(handle_, name));
-  }
-
- private:
-  void* handle_ = nullptr;
-};
-
 // --- GPU ---
 
 void AddDevice(size_t index, const NvidiaDriver::Device& device, Findings* findings) {
@@ -102,25 +76,44 @@ std::string VersionOf(int number, int major_factor, int minor_factor) {
                       number % minor_factor);
 }
 
+absl::StatusOr<std::string> CublasLtVersion() {
+  absl::StatusOr<DynamicLibrary> library = OpenCublasLt();
+  if (!library.ok()) return library.status();
+  size_t (*get_version)() = nullptr;
+  library->Resolve("cublasLtGetVersion", &get_version);
+  if (absl::Status status = library->Check(); !status.ok()) return status;
+  const int number = static_cast<int>(get_version());
+  return VersionOf(number, number >= 100000 ? 10000 : 1000, 100);
+}
+
+absl::StatusOr<std::string> NcclVersion() {
+  absl::StatusOr<DynamicLibrary> library = OpenNccl();
+  if (!library.ok()) return library.status();
+  int (*get_version)(int*) = nullptr;
+  library->Resolve("ncclGetVersion", &get_version);
+  if (absl::Status status = library->Check(); !status.ok()) return status;
+  int number = 0;
+  if (const int error = get_version(&number); error != 0) {
+    return absl::UnavailableError(absl::StrCat("ncclGetVersion: error ", error));
+  }
+  return VersionOf(number, 10000, 100);
+}
+
 void CheckCudaLibraries(int num_gpus, Findings* findings) {
-  const Library cublas({"libcublasLt.so.13", "/usr/local/cuda/lib64/libcublasLt.so.13",
-                        "libcublasLt.so.12", "/usr/local/cuda/lib64/libcublasLt.so.12"});
-  if (auto* const version = cublas.Get<size_t()>("cublasLtGetVersion"); version != nullptr) {
-    Add(findings, "cublasLt", Severity::kOk,
-        VersionOf(static_cast<int>(version()), version() >= 100000 ? 10000 : 1000, 100));
+  const absl::StatusOr<std::string> cublaslt = CublasLtVersion();
+  if (cublaslt.ok()) {
+    Add(findings, "cublasLt", Severity::kOk, *cublaslt);
   } else {
-    Add(findings, "cublasLt", Severity::kFail, "libcublasLt.so.13 or .12 was not found",
+    Add(findings, "cublasLt", Severity::kFail, std::string(cublaslt.status().message()),
         "install the CUDA runtime libraries, or add their folder to LD_LIBRARY_PATH");
   }
-  const Library nccl({"libnccl.so.2"});
-  int number = 0;
-  if (auto* const version = nccl.Get<int(int*)>("ncclGetVersion");
-      version != nullptr && version(&number) == 0) {
-    return Add(findings, "nccl", Severity::kOk, VersionOf(number, 10000, 100));
+  const absl::StatusOr<std::string> nccl = NcclVersion();
+  if (nccl.ok()) return Add(findings, "nccl", Severity::kOk, *nccl);
+  if (num_gpus < 2) {
+    return Add(findings, "nccl", Severity::kOk, "not found, and not needed for one GPU");
   }
-  Add(findings, "nccl", num_gpus > 1 ? Severity::kWarn : Severity::kOk,
-      "libnccl.so.2 was not found",
-      num_gpus > 1 ? "install libnccl2 to split a head over the GPUs" : "");
+  Add(findings, "nccl", Severity::kWarn, std::string(nccl.status().message()),
+      "install libnccl2 to split a head over the GPUs");
 }
 
 }  // namespace

@@ -2,18 +2,13 @@
 
 #include "absl/strings/str_cat.h"
 #include "server/compute/cuda_status.h"
-#include "server/compute/dynamic_library.h"
+#include "server/library/nvidia_libraries.h"
 
 namespace lmhead {
 namespace {
 
-// By the loader's own search first, then where NVIDIA's packages put it.
-constexpr const char* kFileNames[] = {
-    "libcublasLt.so.13", "/usr/local/cuda/lib64/libcublasLt.so.13", "libcublasLt.so.12",
-    "/usr/local/cuda/lib64/libcublasLt.so.12"};
-
 absl::StatusOr<CublasLtLibrary> Load() {
-  absl::StatusOr<DynamicLibrary> dynamic = DynamicLibrary::Open("cuBLASLt", kFileNames);
+  absl::StatusOr<DynamicLibrary> dynamic = OpenCublasLt();
   if (!dynamic.ok()) return dynamic.status();
   CublasLtLibrary library{};
   dynamic->Resolve("cublasLtCreate", &library.Create);

@@ -2,20 +2,16 @@
 
 #include "absl/strings/str_cat.h"
 #include "server/compute/cuda_status.h"
-#include "server/compute/dynamic_library.h"
+#include "server/library/nvidia_libraries.h"
 
 namespace lmhead {
 namespace {
-
-// By the loader's own search first, then where NVIDIA's packages put it.
-constexpr const char* kFileNames[] = {"libnccl.so.2", "/usr/local/cuda/lib64/libnccl.so.2",
-                                      "/usr/local/cuda/lib/libnccl.so.2"};
 
 // The first with non-blocking communicators that every call may be used with.
 constexpr int kLeastVersion = 21800;
 
 absl::StatusOr<NcclLibrary> Load() {
-  absl::StatusOr<DynamicLibrary> dynamic = DynamicLibrary::Open("NCCL", kFileNames);
+  absl::StatusOr<DynamicLibrary> dynamic = OpenNccl();
   if (!dynamic.ok()) return dynamic.status();
   NcclLibrary library{};
   dynamic->Resolve("ncclGetVersion", &library.GetVersion);

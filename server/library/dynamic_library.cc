@@ -1,4 +1,4 @@
-#include "server/compute/dynamic_library.h"
+#include "server/library/dynamic_library.h"
 
 #include <dlfcn.h>
 

@@ -1,7 +1,7 @@
-// A shared library of NVIDIA's, opened when it is first needed: the binary starts without it.
+// A shared library that is opened when it is first needed: the binary starts without it.
 
-#ifndef LMHEAD_SERVER_COMPUTE_DYNAMIC_LIBRARY_H_
-#define LMHEAD_SERVER_COMPUTE_DYNAMIC_LIBRARY_H_
+#ifndef LMHEAD_SERVER_LIBRARY_DYNAMIC_LIBRARY_H_
+#define LMHEAD_SERVER_LIBRARY_DYNAMIC_LIBRARY_H_
 
 #include <string>
 
@@ -39,4 +39,4 @@ class DynamicLibrary {
 
 }  // namespace lmhead
 
-#endif  // LMHEAD_SERVER_COMPUTE_DYNAMIC_LIBRARY_H_
+#endif  // LMHEAD_SERVER_LIBRARY_DYNAMIC_LIBRARY_H_
