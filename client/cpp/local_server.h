@@ -22,7 +22,6 @@ class LocalServer {
   // Runs `binary serve --listen=127.0.0.1:0 --metrics_listen=127.0.0.1:0 --ready_file=…
   // extra_flags…` and waits until the ready file is written. On failure the error carries the end
   // of the server's log.
-  // REQUIRES: the calling thread lives as long as the server is wanted (see SpawnChild).
   static absl::StatusOr<std::unique_ptr<LocalServer>> Start(
       const std::string& binary, const std::vector<std::string>& extra_flags,
       absl::Duration timeout = absl::Seconds(30));
