@@ -191,8 +191,8 @@ struct StagedRows {
   }
   absl::Status Pin() {
     for (std::vector<uint16_t>* rows : {&hidden, &teacher_hidden}) {
-      LMHEAD_RETURN_IF_ERROR(
-          PinHostMemory(rows->data(), static_cast<int64_t>(rows->size() * sizeof(uint16_t))));
+      LMHEAD_RETURN_IF_ERROR(PinHostMemory(kDevice, rows->data(),
+                                           static_cast<int64_t>(rows->size() * sizeof(uint16_t))));
     }
     return absl::OkStatus();
   }

@@ -44,8 +44,8 @@ absl::Status InProcessHead::Init(BackendKind backend) {
   if (!created.ok()) return created.status();
   backend_ = *std::move(created);
   if (backend == BackendKind::kCpu) return absl::OkStatus();
-  absl::Status status = PinHostMemory(rows_.data(), rows_.size_bytes());
-  status.Update(PinHostMemory(grad_hidden_states_.data(), rows_.size_bytes()));
+  absl::Status status = PinHostMemory(kDevice, rows_.data(), rows_.size_bytes());
+  status.Update(PinHostMemory(kDevice, grad_hidden_states_.data(), rows_.size_bytes()));
   return status;
 }
 

@@ -11,14 +11,17 @@ absl::Status NotPinned(int64_t bytes, cudaError_t error) {
   cudaGetLastError();  // Reported here, not by a later launch.
   return absl::ResourceExhaustedError(
       absl::StrCat("the system did not pin ", bytes, " bytes of host memory (",
-                   cudaGetErrorString(error), "); lower --staging_slots or raise `ulimit -l`"));
+                   cudaGetErrorString(error),
+                   "); raise `ulimit -l`, or lower --staging_slots (of the server)"));
 }
 
 }  // namespace
 
-absl::Status PinHostMemory(void* data, int64_t bytes) {
-  const cudaError_t error =
-      cudaHostRegister(data, static_cast<size_t>(bytes), cudaHostRegisterPortable);
+absl::Status PinHostMemory(int device, void* data, int64_t bytes) {
+  cudaError_t error = cudaSetDevice(device);
+  if (error == cudaSuccess) {
+    error = cudaHostRegister(data, static_cast<size_t>(bytes), cudaHostRegisterPortable);
+  }
   if (error == cudaErrorNoDevice || error == cudaErrorInsufficientDriver) {
     cudaGetLastError();
     return absl::OkStatus();

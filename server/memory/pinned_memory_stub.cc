@@ -4,7 +4,7 @@
 
 namespace lmhead {
 
-absl::Status PinHostMemory(void* data, int64_t bytes) { return absl::OkStatus(); }
+absl::Status PinHostMemory(int device, void* data, int64_t bytes) { return absl::OkStatus(); }
 
 void UnpinHostMemory(void* data) {}
 
