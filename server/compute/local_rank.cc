@@ -135,7 +135,14 @@ void LocalRank::KeepHeads(std::span<const HeadId> keep) {
 
 void LocalRank::ComputeBatch(HeadId head, HeadId teacher, const BatchInput& input,
                              ComputeBackend::BatchDone done) {
-  Post([this, head, teacher, batch = input, done = std::move(done)]() mutable {
+  ComputeBatchAfter([] { return absl::OkStatus(); }, head, teacher, input, std::move(done));
+}
+
+void LocalRank::ComputeBatchAfter(std::function<absl::Status()> wait, HeadId head, HeadId teacher,
+                                  const BatchInput& input, ComputeBackend::BatchDone done) {
+  Post([this, wait = std::move(wait), head, teacher, batch = input,
+        done = std::move(done)]() mutable {
+    if (absl::Status status = wait(); !status.ok()) return done(status);
     absl::StatusOr<ComputeBackend*> backend = Find(head);
     if (!backend.ok()) return done(backend.status());
     if (teacher != 0) {

@@ -37,6 +37,10 @@ class LocalRank final : public Rank {
   void DestroyHead(HeadId head, Done done) override;
   void ComputeBatch(HeadId head, HeadId teacher, const BatchInput& input,
                     ComputeBackend::BatchDone done) override;
+  // Of a batch whose data may still be on its way: `wait`, on the rank's thread, returns when it is
+  // there. Its error is the batch's.
+  void ComputeBatchAfter(std::function<absl::Status()> wait, HeadId head, HeadId teacher,
+                         const BatchInput& input, ComputeBackend::BatchDone done);
   void ReduceGradients(HeadId head, Done done) override;
   void GradSquaredNorm(HeadId head, SumDone done) override;
   void ApplyUpdate(HeadId head, const OptimizerUpdate& update, Done done) override;

@@ -200,8 +200,9 @@ void CollectReplicas(const std::vector<ReplicaGauges>& replicas, int64_t batch_b
     batches.Add(replicas[replica].batches, {label});
     tokens.Add(replicas[replica].tokens, {label});
   }
-  GaugeFamily bytes("lmhead_replica_batch_bytes",
-                    "Messages with batches on their way to replicas in followers.");
+  GaugeFamily bytes(
+      "lmhead_replica_batch_bytes",
+      "Bytes of the batches that replicas in followers were given and have not answered.");
   bytes.Add(batch_bytes);
   for (GaugeFamily* family : {&batches, &tokens, &bytes}) std::move(*family).AppendTo(families);
 }

@@ -71,7 +71,7 @@ struct Gauges {
   std::vector<HeadGauges> by_head;
   std::vector<CollectiveGauges> collectives;
   std::vector<ReplicaGauges> replicas;  // By replica; none when there is one.
-  int64_t replica_batch_bytes = 0;      // Of batches in messages to replicas elsewhere, now.
+  int64_t replica_batch_bytes = 0;      // Of batches that replicas elsewhere have not answered.
   bool group_ready = false;             // Every rank is there and connected.
   double executor_busy_seconds = 0;     // Total, for utilisation by rate().
   // With TLS: when the first certificate of the server's chain expires, in seconds of the epoch.

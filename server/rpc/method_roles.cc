@@ -31,6 +31,7 @@ constexpr std::pair<std::string_view, RoleSet> kRoles[] = {
     {"EstimateMemory", Role::kMonitor | Role::kAdmin},
     // At --group_listen. An admin's certificate makes nobody a rank.
     {"Follow", kShard},
+    {"Lane", kShard},
     {"SetRendezvous", kShard},
     {"GetRendezvous", kShard},
 };

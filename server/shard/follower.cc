@@ -5,6 +5,7 @@
 #include <map>
 #include <optional>
 #include <random>
+#include <span>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -13,10 +14,13 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
+#include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
 #include "lmhead/v1/shard.grpc.pb.h"
 #include "proto/wire/convert.h"
 #include "proto/wire/status.h"
+#include "server/shard/batch_buffers.h"
+#include "server/shard/follower_lane.h"
 #include "server/shard/outbox.h"
 #include "server/shard/shard_messages.h"
 #include "spdlog/spdlog.h"
@@ -41,10 +45,10 @@ uint64_t RandomSession() {
   return id == 0 ? 1 : id;
 }
 
-std::shared_ptr<grpc::Channel> OpenChannel(
-    const std::string& leader, const std::shared_ptr<grpc::ChannelCredentials>& credentials,
-    const std::string& server_name) {
+// On a connection of its own.
+std::shared_ptr<grpc::Channel> OpenChannel(const Follower::Options& options) {
   grpc::ChannelArguments arguments;
+  arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
   arguments.SetMaxReceiveMessageSize(-1);
   arguments.SetMaxSendMessageSize(-1);
   arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, kLeaderPingMilliseconds);
@@ -52,8 +56,8 @@ std::shared_ptr<grpc::Channel> OpenChannel(
   arguments.SetInt(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
   arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS,
                    static_cast<int>(absl::ToInt64Milliseconds(kLongestPause)));
-  if (!server_name.empty()) arguments.SetSslTargetNameOverride(server_name);
-  return grpc::CreateCustomChannel(leader, credentials, arguments);
+  if (!options.server_name.empty()) arguments.SetSslTargetNameOverride(options.server_name);
+  return grpc::CreateCustomChannel(options.leader, options.credentials, arguments);
 }
 
 // The leader's rendezvous.
@@ -115,14 +119,70 @@ absl::Status WithTlsHint(const absl::Status& status) {
   return absl::UnavailableError(absl::StrCat(status.message(), hint));
 }
 
+// What a batch points to until it is done and its gradients are sent.
+struct FollowerBatch {
+  std::shared_ptr<v1::Command> command;
+  std::shared_ptr<const LossRecipe> recipe;
+  BackwardMode mode = BackwardMode::kNone;
+  OutputSpec outputs;
+  std::vector<ChunkRows> chunks;
+  v1::ShardBatchResult result;  // Outputs are written here; none of a rank that writes none.
+  std::shared_ptr<std::byte>
+      memory;            // Of the hidden states, and of their gradients in their place.
+  Lanes::Places places;  // There, by the numbers of LanePart.
+
+  void GiveMemory();
+};
+
+// As it lies in the memory: each on a cache line of its own.
+int64_t BytesInMemory(const ConstMatrixView& rows) {
+  constexpr int64_t kAlignment = 64;
+  return (rows.size_bytes() + kAlignment - 1) / kAlignment * kAlignment;
+}
+
+int64_t BytesOnLanes(std::span<const ChunkRows> chunks) {
+  int64_t bytes = 0;
+  for (const ChunkRows& chunk : chunks) {
+    bytes += BytesInMemory(chunk.hidden_states) + BytesInMemory(chunk.teacher_hidden_states);
+  }
+  return bytes;
+}
+
+void FollowerBatch::GiveMemory() {
+  std::byte* next = memory.get();
+  const auto give = [this, &next](ConstMatrixView* rows) {
+    rows->data = next;
+    places.emplace_back(next, static_cast<size_t>(rows->size_bytes()));
+    next += BytesInMemory(*rows);
+  };
+  for (ChunkRows& chunk : chunks) {
+    const ConstMatrixView& hidden = chunk.hidden_states;
+    if (WantsGradients(outputs, mode)) {
+      chunk.grad_hidden_states = {next, hidden.rows, hidden.cols, hidden.dtype};
+    }
+    give(&chunk.hidden_states);
+    if (chunk.teacher_hidden_states.rows > 0) {
+      give(&chunk.teacher_hidden_states);
+    } else {
+      places.emplace_back();
+    }
+  }
+}
+
+// Of what lanes carry.
+struct Arrival {
+  absl::Notification notified;
+  absl::Status status;  // Written before.
+};
+
 }  // namespace
 
 class Follower::Impl {
  public:
   explicit Impl(Options options)
       : options_(std::move(options)),
-        stub_(v1::ShardService::NewStub(
-            OpenChannel(options_.leader, options_.credentials, options_.server_name))) {
+        stub_(v1::ShardService::NewStub(OpenChannel(options_))),
+        buffers_(options_.device) {
     options_.join.set_session(RandomSession());
   }
 
@@ -130,9 +190,10 @@ class Follower::Impl {
   void Stop();
 
  private:
-  // What a command's answer needs: the call it came on, and its number.
+  // What a command's answer needs: the call it came on, its lanes (null: it has none), its number.
   struct Answer {
     std::shared_ptr<FollowerOutbox> outbox;
+    std::shared_ptr<Lanes> lanes;
     uint64_t id = 0;
 
     void Send(const absl::Status& status, v1::CommandReply reply = {}) const;
@@ -141,18 +202,24 @@ class Follower::Impl {
 
   absl::Status FollowOnce();
   absl::Status TakeIn(const v1::Welcome& welcome);
-  void Serve(FollowStream* stream, const std::shared_ptr<FollowerOutbox>& outbox);
-  void Handle(std::shared_ptr<v1::Command> command, const Answer& answer);
+  std::shared_ptr<Lanes> OpenLanes(const v1::Welcome& welcome,
+                                   const std::shared_ptr<FollowerOutbox>& outbox) const;
+  void Serve(FollowStream* stream, const std::shared_ptr<FollowerOutbox>& outbox,
+             const std::shared_ptr<Lanes>& lanes);
   absl::Status Start(const std::shared_ptr<v1::Command>& command, const Answer& answer);
   absl::Status StartConnect(const v1::ConnectRank& connect, const Answer& answer);
   absl::Status StartCreate(HeadId head, const v1::CreateShard& create, const Answer& answer);
   absl::Status StartBatch(const std::shared_ptr<v1::Command>& command, const Answer& answer);
+  absl::Status TakeRecipe(HeadId head, const v1::ComputeShardBatch& compute);
+  absl::StatusOr<std::shared_ptr<FollowerBatch>> ReadBatch(
+      const std::shared_ptr<v1::Command>& command);
   absl::Status StartRows(const std::shared_ptr<v1::Command>& command, const Answer& answer);
   absl::Status StartRead(HeadId head, const v1::ReadShardRows& read, const Answer& answer);
   bool stopping();
 
   Options options_;
   const std::unique_ptr<v1::ShardService::Stub> stub_;
+  BatchBuffers buffers_;
   GroupFacts group_;
   std::unique_ptr<LocalRank> rank_;  // There from the first welcome on.
 
@@ -211,13 +278,16 @@ absl::Status Follower::Impl::FollowOnce() {
   *first.mutable_join() = options_.join;
   v1::FollowResponse answer;
   absl::Status failure;
+  absl::Status loss;  // Of a lane, which has ended the call.
   if (stream->Write(first) && stream->Read(&answer)) {
     failure = answer.has_welcome()
                   ? TakeIn(answer.welcome())
                   : absl::InternalError("the leader's first message is no welcome");
     if (failure.ok()) {
-      auto outbox = std::make_shared<FollowerOutbox>([&context] { context.TryCancel(); });
-      Serve(stream.get(), outbox);
+      const auto outbox = std::make_shared<FollowerOutbox>([&context] { context.TryCancel(); });
+      const std::shared_ptr<Lanes> lanes = OpenLanes(answer.welcome(), outbox);
+      Serve(stream.get(), outbox, lanes);
+      if (lanes != nullptr) loss = lanes->loss();
     }
   }
   if (!failure.ok()) context.TryCancel();
@@ -225,6 +295,7 @@ absl::Status Follower::Impl::FollowOnce() {
   absl::MutexLock lock(&mu_);
   context_ = nullptr;
   if (!failure.ok()) return failure;
+  if (absl::IsCancelled(finished) && !loss.ok()) return loss;
   return answer.has_welcome() ? finished : WithTlsHint(finished);
 }
 
@@ -258,7 +329,23 @@ absl::Status Follower::Impl::TakeIn(const v1::Welcome& welcome) {
   return absl::OkStatus();
 }
 
-void Follower::Impl::Serve(FollowStream* stream, const std::shared_ptr<FollowerOutbox>& outbox) {
+// None when the rank gets no batches.
+std::shared_ptr<Lanes> Follower::Impl::OpenLanes(
+    const v1::Welcome& welcome, const std::shared_ptr<FollowerOutbox>& outbox) const {
+  if (welcome.num_lanes() <= 0) return nullptr;
+  auto lanes = std::make_shared<Lanes>(welcome.num_lanes(), [outbox] { outbox->Cancel(); });
+  v1::JoinLane join;
+  join.set_rank(options_.join.rank());
+  join.set_session(options_.join.session());
+  join.set_call(welcome.call());
+  for (int32_t lane = 0; lane < welcome.num_lanes(); ++lane) {
+    FollowerLane::Open(OpenChannel(options_), join, lanes);
+  }
+  return lanes;
+}
+
+void Follower::Impl::Serve(FollowStream* stream, const std::shared_ptr<FollowerOutbox>& outbox,
+                           const std::shared_ptr<Lanes>& lanes) {
   std::thread writer([&outbox, stream] {
     while (std::optional<v1::FollowRequest> next = outbox->Pop()) {
       if (!stream->Write(*next)) return;
@@ -275,11 +362,13 @@ void Follower::Impl::Serve(FollowStream* stream, const std::shared_ptr<FollowerO
           {static_cast<absl::StatusCode>(message.abort().code()), message.abort().message()});
     } else if (message.has_command()) {
       auto command = std::make_shared<v1::Command>(std::move(*message.mutable_command()));
-      const Answer answer = {outbox, command->id()};
+      const Answer answer = {outbox, lanes, command->id()};
       if (absl::Status status = Start(command, answer); !status.ok()) answer.Send(status);
     }
   }
-  rank_->Abort(absl::UnavailableError("the leader is gone"));
+  const absl::Status gone = absl::UnavailableError("the leader is gone");
+  rank_->Abort(gone);
+  if (lanes != nullptr) lanes->Close(gone);
   outbox->Close();
   writer.join();
 }
@@ -376,14 +465,6 @@ absl::Status Follower::Impl::StartCreate(HeadId head, const v1::CreateShard& cre
   return absl::OkStatus();
 }
 
-// What a batch points to until it is done.
-struct FollowerBatch {
-  std::shared_ptr<v1::Command> command;
-  std::shared_ptr<const LossRecipe> recipe;
-  std::vector<ChunkRows> chunks;
-  v1::ShardBatchResult result;  // Outputs are written here; none of a rank that writes none.
-};
-
 void AnswerBatch(FollowerBatch* batch, const BatchOutput& output, v1::CommandReply* reply) {
   for (int i = 0; i < batch->result.chunks_size(); ++i) {
     *batch->result.mutable_chunks(i)->mutable_sums() = LossSumsToProto(output.sums[i]);
@@ -392,42 +473,88 @@ void AnswerBatch(FollowerBatch* batch, const BatchOutput& output, v1::CommandRep
   *reply->mutable_batch() = std::move(batch->result);
 }
 
-absl::Status Follower::Impl::StartBatch(const std::shared_ptr<v1::Command>& command,
-                                        const Answer& answer) {
-  const v1::ComputeShardBatch& proto = command->compute();
-  absl::StatusOr<BackwardMode> mode = BackwardModeFromNumber(proto.mode());
-  if (!mode.ok()) return mode.status();
-  absl::StatusOr<OutputSpec> outputs = OutputSpecFromProto(proto.outputs());
-  if (!outputs.ok()) return outputs.status();
-  if (proto.has_recipe()) {
-    absl::StatusOr<LossRecipe> recipe =
-        LossRecipeFromProto(proto.recipe(), vocab_sizes_[command->head()]);
+absl::Status Follower::Impl::TakeRecipe(HeadId head, const v1::ComputeShardBatch& compute) {
+  if (compute.has_recipe()) {
+    absl::StatusOr<LossRecipe> recipe = LossRecipeFromProto(compute.recipe(), vocab_sizes_[head]);
     if (!recipe.ok()) return recipe.status();
     recipe_ = std::make_shared<const LossRecipe>(*std::move(recipe));
   }
-  if (recipe_ == nullptr) return absl::InternalError("the first batch of a call has no recipe");
+  if (recipe_ != nullptr) return absl::OkStatus();
+  return absl::InternalError("the first batch of a call has no recipe");
+}
+
+// The batch, with memory for what lanes carry.
+absl::StatusOr<std::shared_ptr<FollowerBatch>> Follower::Impl::ReadBatch(
+    const std::shared_ptr<v1::Command>& command) {
+  const v1::ComputeShardBatch& compute = command->compute();
+  absl::StatusOr<BackwardMode> mode = BackwardModeFromNumber(compute.mode());
+  if (!mode.ok()) return mode.status();
+  absl::StatusOr<OutputSpec> outputs = OutputSpecFromProto(compute.outputs());
+  if (!outputs.ok()) return outputs.status();
+  if (absl::Status status = TakeRecipe(command->head(), compute); !status.ok()) return status;
   auto batch = std::make_shared<FollowerBatch>();
   batch->command = command;
   batch->recipe = recipe_;
-  for (const v1::ShardChunk& chunk : proto.chunks()) {
+  batch->mode = *mode;
+  batch->outputs = *outputs;
+  for (const v1::ShardChunk& chunk : compute.chunks()) {
     absl::StatusOr<ChunkRows> rows = ShardChunkFromProto(chunk);
     if (!rows.ok()) return rows.status();
-    if (proto.writes_outputs()) {
-      AddOutputs(*outputs, *mode, batch->result.add_chunks(), &*rows);
-    }
+    if (compute.writes_outputs()) AddOutputs(*outputs, batch->result.add_chunks(), &*rows);
     batch->chunks.push_back(*rows);
   }
+  if (!compute.writes_outputs()) return batch;
+  if (batch->chunks.empty()) return absl::InternalError("a batch without chunks");
+  absl::StatusOr<std::shared_ptr<std::byte>> memory = buffers_.Take(BytesOnLanes(batch->chunks));
+  if (!memory.ok()) return memory.status();
+  batch->memory = *std::move(memory);
+  batch->GiveMemory();
+  return batch;
+}
+
+absl::Status Follower::Impl::StartBatch(const std::shared_ptr<v1::Command>& command,
+                                        const Answer& answer) {
+  const v1::ComputeShardBatch& compute = command->compute();
+  if (compute.writes_outputs() && answer.lanes == nullptr) {
+    return absl::InternalError("a batch comes on lanes, and the call has none");
+  }
+  const absl::StatusOr<std::shared_ptr<FollowerBatch>> read = ReadBatch(command);
+  if (!read.ok()) {
+    if (compute.writes_outputs()) answer.lanes->Forget(answer.id);
+    return read.status();
+  }
+  const std::shared_ptr<FollowerBatch> batch = *read;
   const BatchInput input = {.recipe = batch->recipe.get(),
-                            .mode = *mode,
+                            .mode = batch->mode,
                             .chunks = batch->chunks,
-                            .outputs = *outputs,
-                            .broadcast_hidden_states = proto.broadcast_hidden_states()};
-  rank_->ComputeBatch(command->head(), proto.teacher(), input,
-                      [batch, answer](const absl::StatusOr<BatchOutput>& output) {
-                        v1::CommandReply reply;
-                        if (output.ok()) AnswerBatch(batch.get(), *output, &reply);
-                        answer.Send(output.status(), std::move(reply));
-                      });
+                            .outputs = batch->outputs,
+                            .broadcast_hidden_states = compute.broadcast_hidden_states()};
+  auto done = [batch, answer](const absl::StatusOr<BatchOutput>& output) {
+    v1::CommandReply reply;
+    if (output.ok()) {
+      AnswerBatch(batch.get(), *output, &reply);
+      const Lanes::Places grads = GradientsOf(batch->chunks);
+      if (answer.lanes != nullptr)
+        answer.lanes->Send(answer.id, {grads.begin(), grads.end()}, batch);
+    }
+    answer.Send(output.status(), std::move(reply));
+  };
+  if (!compute.writes_outputs()) {
+    rank_->ComputeBatch(command->head(), compute.teacher(), input, std::move(done));
+    return absl::OkStatus();
+  }
+  const auto arrival = std::make_shared<Arrival>();
+  answer.lanes->Expect(answer.id, std::move(batch->places),
+                       [batch, arrival](const absl::Status& status) {
+                         arrival->status = status;
+                         arrival->notified.Notify();
+                       });
+  rank_->ComputeBatchAfter(
+      [arrival] {
+        arrival->notified.WaitForNotification();
+        return arrival->status;
+      },
+      command->head(), compute.teacher(), input, std::move(done));
   return absl::OkStatus();
 }
 

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "absl/status/status.h"
@@ -33,6 +34,7 @@ class Follower {
     std::string server_name;  // That the leader's certificate has; empty: the host of leader.
     v1::JoinGroup join;       // All but the session.
     BackendKind backend = BackendKind::kCpu;
+    std::optional<int> device;  // CUDA's number, when that is the backend.
     // Makes the rank when the leader has said what group it is in.
     std::function<absl::StatusOr<std::unique_ptr<LocalRank>>(const GroupFacts& group)> make_rank;
     // Of the rank, for the leader's metrics.

@@ -1,5 +1,6 @@
 #include "server/shard/follower_process.h"
 
+#include <optional>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -46,11 +47,13 @@ Follower::Options FollowerProcess::OptionsOf(int32_t index) {
   join.set_device_name(hardware_.devices[index].name);
   join.set_total_memory_bytes(hardware_.devices[index].total_bytes);
   MemoryAccount* const account = accounts_[index].get();
+  const bool on_gpu = hardware_.kind == BackendKind::kCuda;
   return {.leader = config_.leader,
           .credentials = config_.credentials,
           .server_name = config_.server_name,
           .join = join,
           .backend = hardware_.kind,
+          .device = on_gpu ? std::optional(hardware_.devices[index].number) : std::nullopt,
           .make_rank =
               [this, index, rank, account](const GroupFacts& group) {
                 return MakeLocalRank(hardware_, index, rank, group, config_.collective_host,

@@ -15,6 +15,7 @@
 #include "lmhead/v1/shard.grpc.pb.h"
 #include "proto/wire/reflection.h"
 #include "proto/wire/status.h"
+#include "server/shard/leader_lane.h"
 #include "spdlog/spdlog.h"
 
 namespace lmhead {
@@ -30,7 +31,10 @@ constexpr absl::Duration kRendezvousMax = absl::Hours(1);
 
 }  // namespace
 
-class ShardLeader::Impl final : public v1::ShardService::Service {
+// Control on gRPC's synchronous threads, which may block; lanes on its callback threads.
+using LeaderService = v1::ShardService::WithRawCallbackMethod_Lane<v1::ShardService::Service>;
+
+class ShardLeader::Impl final : public LeaderService {
  public:
   Impl(const Options& options, RankPool* pool, const std::vector<RemoteRank*>& remote);
   ~Impl() override { Stop(); }
@@ -40,13 +44,15 @@ class ShardLeader::Impl final : public v1::ShardService::Service {
   int port() const { return port_; }
 
   grpc::Status Follow(grpc::ServerContext* context, FollowStream* stream) override;
+  LaneServerReactor* Lane(grpc::CallbackServerContext* context) override;
   grpc::Status SetRendezvous(grpc::ServerContext* context, const v1::SetRendezvousRequest* request,
                              v1::SetRendezvousResponse* response) override;
   grpc::Status GetRendezvous(grpc::ServerContext* context, const v1::GetRendezvousRequest* request,
                              v1::GetRendezvousResponse* response) override;
 
  private:
-  absl::Status Admit(const grpc::ServerContext& context, const char* method) const;
+  absl::Status Admit(const grpc::ServerContextBase& context, const char* method) const;
+  absl::StatusOr<std::shared_ptr<Lanes>> FindLanes(const v1::JoinLane& join) const;
   absl::StatusOr<RemoteRank*> CheckJoin(const v1::FollowRequest& first) const;
   v1::Welcome Welcome() const;
   absl::StatusOr<std::shared_ptr<InProcessStore>> FindStore(uint64_t generation) const;
@@ -122,7 +128,7 @@ void ShardLeader::Impl::Watch() {
 
 // --- The calls ---------------------------------------------------------------------------------
 
-absl::Status ShardLeader::Impl::Admit(const grpc::ServerContext& context,
+absl::Status ShardLeader::Impl::Admit(const grpc::ServerContextBase& context,
                                       const char* method) const {
   absl::Status status = options_.admit(context, method);
   if (!status.ok()) {
@@ -185,12 +191,27 @@ grpc::Status ShardLeader::Impl::Follow(grpc::ServerContext* context, FollowStrea
       if (!stream->Write(*next)) return;
     }
   });
-  options_.request_connect();
+  if (rank.session() != 0) options_.request_connect();  // Otherwise its last lane asks.
   while (stream->Read(&message)) rank.Receive(outbox.get(), message);
   rank.Detach(outbox.get(), absl::UnavailableError("it is gone, or its connection"));
   outbox->Close();
   writer.join();
   return grpc::Status::OK;
+}
+
+LaneServerReactor* ShardLeader::Impl::Lane(grpc::CallbackServerContext* context) {
+  return LeaderLane::Start(
+      context,
+      {.find_lanes = [this](const v1::JoinLane& join) { return FindLanes(join); },
+       .on_complete = options_.request_connect},
+      Admit(*context, "Lane"));
+}
+
+absl::StatusOr<std::shared_ptr<Lanes>> ShardLeader::Impl::FindLanes(
+    const v1::JoinLane& join) const {
+  const auto found = remote_.find(join.rank());
+  if (found != remote_.end()) return found->second->FindLanes(join);
+  return absl::InvalidArgumentError(absl::StrCat("rank ", join.rank(), " is not a follower's"));
 }
 
 absl::StatusOr<std::shared_ptr<InProcessStore>> ShardLeader::Impl::FindStore(

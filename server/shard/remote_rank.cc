@@ -1,5 +1,6 @@
 #include "server/shard/remote_rank.h"
 
+#include <algorithm>
 #include <cstring>
 #include <utility>
 #include <vector>
@@ -36,7 +37,7 @@ void RemoteRank::SetOnLost(std::function<void(const absl::Status&)> on_lost) {
 // --- The follower's call -----------------------------------------------------------------------
 
 absl::Status RemoteRank::Attach(const v1::JoinGroup& join, const std::string& peer,
-                                const v1::Welcome& welcome, std::shared_ptr<LeaderOutbox> outbox) {
+                                v1::Welcome welcome, std::shared_ptr<LeaderOutbox> outbox) {
   {
     absl::MutexLock lock(&mu_);
     const bool alive = outbox_ != nullptr && absl::Now() - last_heard_ < silence_limit_;
@@ -47,11 +48,16 @@ absl::Status RemoteRank::Attach(const v1::JoinGroup& join, const std::string& pe
     }
   }
   DetachIf([] { return true; }, absl::UnavailableError("its follower has called anew"));
-  v1::FollowResponse first;
-  *first.mutable_welcome() = welcome;
-  outbox->Push(std::move(first));
   absl::MutexLock lock(&mu_);
   if (outbox_ != nullptr) return absl::AlreadyExistsError("two followers called at once");
+  welcome.set_call(++last_call_);
+  if (TakesBatches()) {
+    welcome.set_num_lanes(kLanesOfARank);
+    lanes_ = std::make_shared<Lanes>(kLanesOfARank, [outbox] { outbox->Cancel(); });
+  }
+  v1::FollowResponse first;
+  *first.mutable_welcome() = std::move(welcome);
+  outbox->Push(std::move(first));
   outbox_ = std::move(outbox);
   join_ = join;
   peer_ = peer;
@@ -60,20 +66,51 @@ absl::Status RemoteRank::Attach(const v1::JoinGroup& join, const std::string& pe
   return absl::OkStatus();
 }
 
+absl::StatusOr<std::shared_ptr<Lanes>> RemoteRank::FindLanes(const v1::JoinLane& join) {
+  absl::MutexLock lock(&mu_);
+  if (lanes_ != nullptr && join.session() == join_->session() && join.call() == last_call_) {
+    return lanes_;
+  }
+  return absl::FailedPreconditionError(
+      absl::StrCat("rank ", rank_, " has no Follow call ", join.call(), " with lanes"));
+}
+
 void RemoteRank::Receive(const LeaderOutbox* from, const v1::FollowRequest& message) {
   ReplyDone done;
+  std::shared_ptr<Lanes> forget;
+  const v1::CommandReply& reply = message.reply();
   {
     absl::MutexLock lock(&mu_);
     if (outbox_.get() != from) return;
     last_heard_ = absl::Now();
     if (message.has_state()) memory_ = message.state().memory();
     if (!message.has_reply()) return;
-    const auto found = pending_.find(message.reply().id());
+    const auto found = pending_.find(reply.id());
     if (found == pending_.end()) return;
-    done = std::move(found->second);
+    if (found->second.awaits_arrays && reply.code() == 0) {
+      found->second.reply = reply;
+      return;
+    }
+    done = std::move(found->second.done);
+    pending_.erase(found);
+    if (reply.code() != 0) forget = lanes_;
+  }
+  if (forget != nullptr) forget->Forget(reply.id());
+  done(StatusFromReply(reply), reply);
+}
+
+void RemoteRank::ArraysArrived(uint64_t command) {
+  Pending pending;
+  {
+    absl::MutexLock lock(&mu_);
+    const auto found = pending_.find(command);
+    if (found == pending_.end()) return;
+    found->second.awaits_arrays = false;
+    if (!found->second.reply.has_value()) return;
+    pending = std::move(found->second);
     pending_.erase(found);
   }
-  done(StatusFromReply(message.reply()), message.reply());
+  pending.done(absl::OkStatus(), *pending.reply);
 }
 
 void RemoteRank::Detach(const LeaderOutbox* from, const absl::Status& reason) {
@@ -83,12 +120,14 @@ void RemoteRank::Detach(const LeaderOutbox* from, const absl::Status& reason) {
 // The condition is asked with the lock held.
 void RemoteRank::DetachIf(const std::function<bool()>& condition, const absl::Status& reason) {
   std::shared_ptr<LeaderOutbox> outbox;
-  std::map<uint64_t, ReplyDone> pending;
+  std::shared_ptr<Lanes> lanes;
+  std::map<uint64_t, Pending> pending;
   absl::Status named;
   {
     absl::MutexLock lock(&mu_);
     if (outbox_ == nullptr || !condition()) return;
     outbox = std::exchange(outbox_, nullptr);
+    lanes = std::exchange(lanes_, nullptr);
     pending = std::exchange(pending_, {});
     named = absl::Status(reason.code(),
                          absl::StrCat("the follower at ", peer_, ": ", reason.message()));
@@ -96,7 +135,9 @@ void RemoteRank::DetachIf(const std::function<bool()>& condition, const absl::St
   outbox->Cancel();
   // First: the other ranks wait for this one, and so may the callers of the commands.
   if (on_lost_) on_lost_(named);
-  for (const auto& [id, done] : pending) done(named, {});
+  // Then nothing of a batch is read or written any more.
+  if (lanes != nullptr) lanes->Close(named);
+  for (const auto& [id, each] : pending) each.done(named, {});
 }
 
 void RemoteRank::Tick() {
@@ -126,20 +167,32 @@ RankMemory RemoteRank::memory() const {
 
 uint64_t RemoteRank::session() const {
   absl::MutexLock lock(&mu_);
-  return outbox_ == nullptr ? 0 : join_->session();
+  const bool there = outbox_ != nullptr && (lanes_ == nullptr || lanes_->complete());
+  return there ? join_->session() : 0;
 }
 
 // --- Commands ----------------------------------------------------------------------------------
 
-void RemoteRank::Send(v1::Command command, ReplyDone done) {
+void RemoteRank::Send(v1::Command command, ReplyDone done, Bulk bulk) {
   {
     absl::MutexLock lock(&mu_);
     if (outbox_ != nullptr) {
-      command.set_id(++last_command_);
-      pending_.emplace(last_command_, std::move(done));
+      const uint64_t id = ++last_command_;
+      command.set_id(id);
+      const bool awaits_arrays =
+          std::ranges::any_of(bulk.places, [](const auto& place) { return !place.empty(); });
+      pending_.emplace(id, Pending{.done = std::move(done), .awaits_arrays = awaits_arrays});
       v1::FollowResponse message;
       *message.mutable_command() = std::move(command);
       outbox_->Push(std::move(message));
+      if (lanes_ == nullptr) return;
+      if (awaits_arrays) {
+        // When the lanes are closed the command is answered by whoever has closed them.
+        lanes_->Expect(id, std::move(bulk.places), [this, id](const absl::Status& status) {
+          if (status.ok()) ArraysArrived(id);
+        });
+      }
+      lanes_->Send(id, std::move(bulk.arrays), /*keep=*/nullptr);
       return;
     }
   }
@@ -192,7 +245,7 @@ void RemoteRank::ComputeBatch(HeadId head, HeadId teacher, const BatchInput& inp
   *batch.mutable_outputs() = OutputSpecToProto(input.outputs);
   batch.set_broadcast_hidden_states(input.broadcast_hidden_states);
   for (const ChunkRows& chunk : input.chunks) *batch.add_chunks() = ShardChunkToProto(chunk);
-  const bool answers = place_in_replica_ == 0;
+  const bool answers = TakesBatches();
   batch.set_writes_outputs(answers);
   {
     // Class weights of a large vocabulary are not sent with every batch.
@@ -202,18 +255,30 @@ void RemoteRank::ComputeBatch(HeadId head, HeadId teacher, const BatchInput& inp
       *batch.mutable_recipe() = LossRecipeToProto(*input.recipe);
     }
   }
-  const auto bytes = static_cast<int64_t>(answers ? command.ByteSizeLong() : 0);
+  // Nobody reads the sums of a rank that does not answer them.
+  if (!answers) {
+    Send(std::move(command), [num_chunks = input.chunks.size(), done = std::move(done)](
+                                 const absl::Status& status, const v1::CommandReply& reply) {
+      if (!status.ok()) return done(status);
+      done(BatchOutput{.sums = std::vector<LossSums>(num_chunks)});
+    });
+    return;
+  }
+  Bulk bulk = {.arrays = HiddenStatesOf(input.chunks)};
+  if (WantsGradients(input.outputs, input.mode)) bulk.places = GradientsOf(input.chunks);
+  auto bytes = static_cast<int64_t>(command.ByteSizeLong());
+  for (const auto& array : bulk.arrays) bytes += static_cast<int64_t>(array.size());
   batch_bytes_ += bytes;
   std::vector<ChunkRows> chunks(input.chunks.begin(), input.chunks.end());
-  Send(std::move(command),
-       [this, answers, bytes, outputs = input.outputs, chunks = std::move(chunks),
-        done = std::move(done)](const absl::Status& status, const v1::CommandReply& reply) {
-         batch_bytes_ -= bytes;
-         if (!status.ok()) return done(status);
-         // Nobody reads the sums of a rank that does not answer them.
-         if (!answers) return done(BatchOutput{.sums = std::vector<LossSums>(chunks.size())});
-         done(ReadBatchResult(reply.batch(), outputs, chunks));
-       });
+  Send(
+      std::move(command),
+      [this, bytes, outputs = input.outputs, chunks = std::move(chunks), done = std::move(done)](
+          const absl::Status& status, const v1::CommandReply& reply) {
+        batch_bytes_ -= bytes;
+        if (!status.ok()) return done(status);
+        done(ReadBatchResult(reply.batch(), outputs, chunks));
+      },
+      std::move(bulk));
 }
 
 void RemoteRank::ReduceGradients(HeadId head, Done done) {

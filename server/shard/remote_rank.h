@@ -1,8 +1,9 @@
 // A rank that a follower holds, as the leader drives it: commands out, replies in.
 //
-// The rank is there while a call of the follower is attached to it. When it goes away (the call
-// ends, or the follower has been silent for too long) every command under way is answered with the
-// reason, so that none hangs, and the owner is told, who ends the group for the other ranks.
+// The rank is there while a call of the follower is attached to it, with all its lanes. When it
+// goes away (the call or a lane ends, or the follower has been silent for too long) every command
+// under way is answered with the reason, so that none hangs, and the owner is told, who ends the
+// group for the other ranks.
 
 #ifndef LMHEAD_SERVER_SHARD_REMOTE_RANK_H_
 #define LMHEAD_SERVER_SHARD_REMOTE_RANK_H_
@@ -18,16 +19,21 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "lmhead/v1/shard.pb.h"
 #include "server/compute/rank.h"
 #include "server/metrics/metrics.h"
+#include "server/shard/lanes.h"
 #include "server/shard/outbox.h"
 
 namespace lmhead {
 
 using LeaderOutbox = Outbox<v1::FollowResponse>;
+
+// Connections that carry the batches of a rank. Measured: docs/BENCHMARKS.md, Replicas.
+inline constexpr int32_t kLanesOfARank = 4;
 
 // Thread-safe.
 class RemoteRank final : public Rank {
@@ -42,11 +48,13 @@ class RemoteRank final : public Rank {
 
   // --- For the owner of the follower's call ---
 
-  // The follower's call now stands for the rank; its outbox starts with `welcome`. Takes the place
-  // of an earlier call of the same session, or one that has been silent. ALREADY_EXISTS while
-  // another process has the rank.
-  absl::Status Attach(const v1::JoinGroup& join, const std::string& peer,
-                      const v1::Welcome& welcome, std::shared_ptr<LeaderOutbox> outbox);
+  // The follower's call now stands for the rank; its outbox starts with `welcome`, to which the
+  // number of the call and of its lanes are added. Takes the place of an earlier call of the same
+  // session, or one that has been silent. ALREADY_EXISTS while another process has the rank.
+  absl::Status Attach(const v1::JoinGroup& join, const std::string& peer, v1::Welcome welcome,
+                      std::shared_ptr<LeaderOutbox> outbox);
+  // The lanes that this one is of. FAILED_PRECONDITION when it is not of the call that is attached.
+  absl::StatusOr<std::shared_ptr<Lanes>> FindLanes(const v1::JoinLane& join);
   // From that call. Nothing when it is not attached any more.
   void Receive(const LeaderOutbox* from, const v1::FollowRequest& message);
   // The rank is away, with a reason.
@@ -55,7 +63,7 @@ class RemoteRank final : public Rank {
   // Pings, and detaches a call that has been silent. Called several times a silence limit.
   void Tick();
 
-  // Bytes of the batches in messages on their way, of a rank that gets their hidden states.
+  // Bytes of the batches on their way, of a rank that gets their hidden states.
   int64_t batch_bytes() const { return batch_bytes_; }
 
   // The follower's side of GetServerInfo; nothing while none has ever been there.
@@ -69,8 +77,8 @@ class RemoteRank final : public Rank {
   uint64_t session() const override;
   void CreateHead(HeadId head, const HeadSpec& spec, const MemoryPlan& plan, Done done) override;
   void DestroyHead(HeadId head, Done done) override;
-  // Hidden states, where the chunks have them, go in the command; outputs, where the chunks have
-  // pointers for them, come in the reply.
+  // Of the first rank of its replica: hidden states go on the lanes and their gradients come from
+  // there; other inputs go in the command, and other outputs come in the reply.
   void ComputeBatch(HeadId head, HeadId teacher, const BatchInput& input,
                     ComputeBackend::BatchDone done) override;
   void ReduceGradients(HeadId head, Done done) override;
@@ -88,7 +96,21 @@ class RemoteRank final : public Rank {
  private:
   using ReplyDone = std::function<void(const absl::Status&, const v1::CommandReply&)>;
 
-  void Send(v1::Command command, ReplyDone done);
+  // What lanes carry of a command.
+  struct Bulk {
+    Lanes::Arrays arrays;
+    Lanes::Places places;
+  };
+  // A command without an answer.
+  struct Pending {
+    ReplyDone done;
+    bool awaits_arrays = false;             // From the lanes.
+    std::optional<v1::CommandReply> reply;  // That has come before them.
+  };
+
+  bool TakesBatches() const { return place_in_replica_ == 0; }
+  void Send(v1::Command command, ReplyDone done, Bulk bulk = {});
+  void ArraysArrived(uint64_t command);
   void SendSimple(v1::Command command, Done done);
   void DetachIf(const std::function<bool()>& condition, const absl::Status& reason);
 
@@ -99,12 +121,14 @@ class RemoteRank final : public Rank {
   std::function<void(const absl::Status&)> on_lost_;
   mutable absl::Mutex mu_;
   std::shared_ptr<LeaderOutbox> outbox_ ABSL_GUARDED_BY(mu_);  // Null while the rank is away.
-  std::optional<v1::JoinGroup> join_ ABSL_GUARDED_BY(mu_);     // Of the last call.
+  std::shared_ptr<Lanes> lanes_ ABSL_GUARDED_BY(mu_);  // Of the same call; null: it has none.
+  uint64_t last_call_ ABSL_GUARDED_BY(mu_) = 0;
+  std::optional<v1::JoinGroup> join_ ABSL_GUARDED_BY(mu_);  // Of the last call.
   std::string peer_ ABSL_GUARDED_BY(mu_);
   absl::Time last_heard_ ABSL_GUARDED_BY(mu_);
   v1::MemoryReport memory_ ABSL_GUARDED_BY(mu_);
   uint64_t last_command_ ABSL_GUARDED_BY(mu_) = 0;
-  std::map<uint64_t, ReplyDone> pending_ ABSL_GUARDED_BY(mu_);
+  std::map<uint64_t, Pending> pending_ ABSL_GUARDED_BY(mu_);
   std::optional<LossRecipe> last_recipe_ ABSL_GUARDED_BY(mu_);  // That this call was sent.
 };
 

@@ -41,18 +41,10 @@ absl::Status ReadLists(const std::string& bytes, int64_t num_tokens, const char*
   return absl::OkStatus();
 }
 
-void SetMatrix(const ConstMatrixView& rows, std::string* bytes) {
-  if (rows.data == nullptr) return;
-  bytes->assign(static_cast<const char*>(rows.data), static_cast<size_t>(rows.size_bytes()));
-}
-
-// All rows, or none. `rows` has its shape and dtype.
-absl::Status ReadMatrix(const std::string& bytes, const char* name, ConstMatrixView* rows) {
-  if (bytes.empty()) return absl::OkStatus();
-  rows->data = bytes.data();
-  if (static_cast<int64_t>(bytes.size()) == rows->size_bytes()) return absl::OkStatus();
-  return absl::InternalError(absl::StrCat(name, " of a chunk has ", bytes.size(), " bytes, wanted ",
-                                          rows->size_bytes(), " or none"));
+// None when it is null.
+std::span<const std::byte> BytesOf(const ConstMatrixView& rows) {
+  if (rows.data == nullptr) return {};
+  return {static_cast<const std::byte*>(rows.data), static_cast<size_t>(rows.size_bytes())};
 }
 
 absl::Status CopyOutput(const std::string& bytes, int64_t wanted, const char* name, void* to) {
@@ -96,14 +88,15 @@ v1::ShardChunk ShardChunkToProto(const ChunkRows& rows) {
   proto.set_reference_logprob(Bytes(rows.reference_logprob));
   proto.set_teacher_topk_ids(Bytes(rows.teacher_topk_ids));
   proto.set_teacher_topk_logprobs(Bytes(rows.teacher_topk_logprobs));
-  SetMatrix(rows.hidden_states, proto.mutable_hidden_states());
-  SetMatrix(rows.teacher_hidden_states, proto.mutable_teacher_hidden_states());
   return proto;
 }
 
 absl::StatusOr<ChunkRows> ShardChunkFromProto(const v1::ShardChunk& proto) {
   const int64_t n = proto.num_tokens();
-  if (n <= 0) return absl::InternalError("a chunk without rows");
+  if (n <= 0 || proto.hidden_size() <= 0) {
+    return absl::InternalError(
+        absl::StrCat("a chunk has ", n, " rows of ", proto.hidden_size(), " hidden states"));
+  }
   ChunkRows rows;
   absl::StatusOr<DType> dtype = DTypeFromProto(proto.hidden_dtype(), "hidden_dtype");
   if (!dtype.ok()) return dtype.status();
@@ -127,15 +120,11 @@ absl::StatusOr<ChunkRows> ShardChunkFromProto(const v1::ShardChunk& proto) {
   status.Update(ReadLists(proto.teacher_topk_ids(), n, "teacher_topk_ids", &rows.teacher_topk_ids));
   status.Update(ReadLists(proto.teacher_topk_logprobs(), n, "teacher_topk_logprobs",
                           &rows.teacher_topk_logprobs));
-  status.Update(ReadMatrix(proto.hidden_states(), "hidden_states", &rows.hidden_states));
-  status.Update(ReadMatrix(proto.teacher_hidden_states(), "teacher_hidden_states",
-                           &rows.teacher_hidden_states));
   if (!status.ok()) return status;
   return rows;
 }
 
-void AddOutputs(const OutputSpec& spec, BackwardMode mode, v1::ShardChunkResult* result,
-                ChunkRows* rows) {
+void AddOutputs(const OutputSpec& spec, v1::ShardChunkResult* result, ChunkRows* rows) {
   const int64_t n = rows->hidden_states.rows;
   const auto room = [](bool wanted, int64_t num_bytes, std::string* bytes) -> void* {
     if (!wanted) return nullptr;
@@ -154,10 +143,25 @@ void AddOutputs(const OutputSpec& spec, BackwardMode mode, v1::ShardChunkResult*
   rows->topk_ids =
       static_cast<int32_t*>(room(top_k, n * spec.top_k * 4, result->mutable_topk_ids()));
   rows->topk_logprobs = floats(top_k, n * spec.top_k, result->mutable_topk_logprobs());
-  if (!spec.grad_hidden_states || mode == BackwardMode::kNone) return;
-  rows->grad_hidden_states = {nullptr, n, rows->hidden_states.cols, rows->hidden_states.dtype};
-  rows->grad_hidden_states.data =
-      room(true, rows->grad_hidden_states.size_bytes(), result->mutable_grad_hidden_states());
+}
+
+Lanes::Arrays HiddenStatesOf(std::span<const ChunkRows> chunks) {
+  Lanes::Arrays arrays;
+  for (const ChunkRows& chunk : chunks) {
+    arrays.push_back(BytesOf(chunk.hidden_states));
+    arrays.push_back(BytesOf(chunk.teacher_hidden_states));
+  }
+  return arrays;
+}
+
+Lanes::Places GradientsOf(std::span<const ChunkRows> chunks) {
+  Lanes::Places places;
+  for (const ChunkRows& chunk : chunks) {
+    const std::span<const std::byte> bytes = BytesOf(chunk.grad_hidden_states);
+    places.emplace_back(const_cast<std::byte*>(bytes.data()), bytes.size());
+    places.emplace_back();
+  }
+  return places;
 }
 
 absl::StatusOr<BatchOutput> ReadBatchResult(const v1::ShardBatchResult& result,
@@ -180,8 +184,6 @@ absl::StatusOr<BatchOutput> ReadBatchResult(const v1::ShardBatchResult& result,
     status.Update(CopyOutput(from.argmax(), n * 4, "argmax", to.argmax));
     status.Update(CopyOutput(from.topk_ids(), list_bytes, "topk_ids", to.topk_ids));
     status.Update(CopyOutput(from.topk_logprobs(), list_bytes, "topk_logprobs", to.topk_logprobs));
-    status.Update(CopyOutput(from.grad_hidden_states(), to.grad_hidden_states.size_bytes(),
-                             "grad_hidden_states", to.grad_hidden_states.data));
     if (!status.ok()) return status;
     output.sums.push_back(LossSumsFromProto(from.sums()));
   }

@@ -247,8 +247,11 @@ TEST_F(SecureRpcTest, OnlyAShardMayCallTheLeader) {
     }
   }
   const auto channel = ChannelOf("node-1.example.org", server_->group_address());
-  EXPECT_EQ(CallEmpty(channel, "Follow", {}, "ShardService").error_code(),
-            grpc::StatusCode::INVALID_ARGUMENT);
+  for (const char* method : {"Follow", "Lane"}) {
+    EXPECT_EQ(CallEmpty(channel, method, {}, "ShardService").error_code(),
+              grpc::StatusCode::INVALID_ARGUMENT)
+        << method;
+  }
   for (const char* method : {"SetRendezvous", "GetRendezvous"}) {
     EXPECT_EQ(CallEmpty(channel, method, {}, "ShardService").error_code(),
               grpc::StatusCode::NOT_FOUND)

@@ -1,0 +1,105 @@
+#include "proto/wire/lane_codec.h"
+
+#include <grpcpp/support/proto_buffer_reader.h>
+
+#include <string>
+
+#include "absl/strings/str_cat.h"
+#include "proto/types/check.h"
+
+namespace lmhead {
+namespace {
+
+using v1::LaneMessage;
+using v1::LanePart;
+
+// All of a LanePart but its data.
+template <typename Sink>
+void PutHeader(Sink& sink, const LanePartHeader& header, size_t data_bytes) {
+  PutVarintField(sink, LanePart::kCommandFieldNumber, header.command);
+  PutVarintField(sink, LanePart::kArrayFieldNumber, header.array);
+  PutVarintField(sink, LanePart::kOffsetFieldNumber, header.offset);
+  PutLength(sink, LanePart::kDataFieldNumber, data_bytes);
+}
+
+constexpr uint32_t VarintTag(uint32_t number) {
+  return MakeTag(number, WireFormatLite::WIRETYPE_VARINT);
+}
+
+}  // namespace
+
+grpc::ByteBuffer EncodeLanePart(const LanePartHeader& header, std::span<const std::byte> data) {
+  LMHEAD_CHECK(!data.empty(), "a part without data");
+  FieldSizer part;
+  PutHeader(part, header, data.size());
+  const size_t part_bytes = part.bytes() + data.size();
+  FieldSizer outer;
+  PutLength(outer, LaneMessage::kPartFieldNumber, part_bytes);
+  const grpc::Slice slice(grpc_slice_malloc(outer.bytes() + part_bytes), grpc::Slice::STEAL_REF);
+  FieldWriter writer({const_cast<uint8_t*>(slice.begin()), slice.size()});
+  PutLength(writer, LaneMessage::kPartFieldNumber, part_bytes);
+  PutHeader(writer, header, data.size());
+  writer.Raw(data.data(), data.size());
+  return {&slice, 1};
+}
+
+grpc::ByteBuffer EncodeLaneJoin(const v1::JoinLane& join) {
+  LaneMessage message;
+  *message.mutable_join() = join;
+  const grpc::Slice slice(message.SerializeAsString());
+  return {&slice, 1};
+}
+
+absl::StatusOr<v1::JoinLane> DecodeLaneJoin(grpc::ByteBuffer* message) {
+  grpc::ProtoBufferReader bytes(message);
+  LaneMessage parsed;
+  if (!parsed.ParseFromZeroCopyStream(&bytes) || !parsed.has_join()) {
+    return absl::InvalidArgumentError("the first message of a lane is not `join`");
+  }
+  return std::move(*parsed.mutable_join());
+}
+
+LanePartReader::LanePartReader(grpc::ByteBuffer* message) : reader_(message) { ReadHeader(); }
+
+void LanePartReader::ReadHeader() {
+  if (!reader_.EnterOnly(LaneMessage::kPartFieldNumber, LanePart::descriptor())) return;
+  uint32_t tag = 0;
+  while (reader_.NextField(&tag)) {
+    uint64_t value = 0;
+    switch (tag) {
+      case VarintTag(LanePart::kCommandFieldNumber):
+        if (!reader_.ReadVarint(&header_.command)) return;
+        break;
+      case VarintTag(LanePart::kArrayFieldNumber):
+        if (!reader_.ReadVarint(&value)) return;
+        header_.array = static_cast<uint32_t>(value);
+        if (header_.array != value) reader_.Unusual("more than 32 bits");
+        break;
+      case VarintTag(LanePart::kOffsetFieldNumber):
+        if (!reader_.ReadVarint(&header_.offset)) return;
+        break;
+      case MakeTag(LanePart::kDataFieldNumber, WireFormatLite::WIRETYPE_LENGTH_DELIMITED):
+        if (reader_.ReadLength(&num_bytes_) && num_bytes_ == 0) reader_.Unusual("no data");
+        return;  // The last field.
+      default:
+        reader_.Unusual("a tag that no part has");
+        return;
+    }
+  }
+  reader_.Unusual("the message ends before its data");
+}
+
+absl::Status LanePartReader::status() const {
+  if (reader_.unusual().empty()) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat("a part of a lane: ", reader_.unusual()));
+}
+
+absl::Status LanePartReader::CopyTo(std::span<std::byte> to) {
+  LMHEAD_CHECK(to.size() == num_bytes_, absl::StrCat(to.size(), " bytes for ", num_bytes_));
+  reader_.Gather(to, nullptr);
+  if (reader_.Complete()) return absl::OkStatus();
+  if (absl::Status status = this->status(); !status.ok()) return status;
+  return absl::InvalidArgumentError("a part of a lane: there is something after its data");
+}
+
+}  // namespace lmhead
