@@ -266,7 +266,7 @@ absl::Status Server::Impl::MakeSlots() {
   if (!slots.ok()) return slots.status();
   slots_ = *std::move(slots);
   if (hardware_.kind == BackendKind::kCuda) {
-    absl::Status status = 
+    absl::Status status =
         PinHostMemory(hardware_.devices.front().number, slots_->data(), slots_->size_bytes());
     if (!status.ok()) return status;
     pinned_ = true;

@@ -10,8 +10,10 @@
 namespace lmhead {
 namespace {
 
-using v1::LaneMessage;
 using v1::LanePart;
+using v1::LaneRequest;
+
+static_assert(LaneRequest::kPartFieldNumber == v1::LaneResponse::kPartFieldNumber);
 
 // All of a LanePart but its data.
 template <typename Sink>
@@ -34,17 +36,17 @@ grpc::ByteBuffer EncodeLanePart(const LanePartHeader& header, std::span<const st
   PutHeader(part, header, data.size());
   const size_t part_bytes = part.bytes() + data.size();
   FieldSizer outer;
-  PutLength(outer, LaneMessage::kPartFieldNumber, part_bytes);
+  PutLength(outer, LaneRequest::kPartFieldNumber, part_bytes);
   const grpc::Slice slice(grpc_slice_malloc(outer.bytes() + part_bytes), grpc::Slice::STEAL_REF);
   FieldWriter writer({const_cast<uint8_t*>(slice.begin()), slice.size()});
-  PutLength(writer, LaneMessage::kPartFieldNumber, part_bytes);
+  PutLength(writer, LaneRequest::kPartFieldNumber, part_bytes);
   PutHeader(writer, header, data.size());
   writer.Raw(data.data(), data.size());
   return {&slice, 1};
 }
 
 grpc::ByteBuffer EncodeLaneJoin(const v1::JoinLane& join) {
-  LaneMessage message;
+  LaneRequest message;
   *message.mutable_join() = join;
   const grpc::Slice slice(message.SerializeAsString());
   return {&slice, 1};
@@ -52,7 +54,7 @@ grpc::ByteBuffer EncodeLaneJoin(const v1::JoinLane& join) {
 
 absl::StatusOr<v1::JoinLane> DecodeLaneJoin(grpc::ByteBuffer* message) {
   grpc::ProtoBufferReader bytes(message);
-  LaneMessage parsed;
+  LaneRequest parsed;
   if (!parsed.ParseFromZeroCopyStream(&bytes) || !parsed.has_join()) {
     return absl::InvalidArgumentError("the first message of a lane is not `join`");
   }
@@ -62,7 +64,7 @@ absl::StatusOr<v1::JoinLane> DecodeLaneJoin(grpc::ByteBuffer* message) {
 LanePartReader::LanePartReader(grpc::ByteBuffer* message) : reader_(message) { ReadHeader(); }
 
 void LanePartReader::ReadHeader() {
-  if (!reader_.EnterOnly(LaneMessage::kPartFieldNumber, LanePart::descriptor())) return;
+  if (!reader_.EnterOnly(LaneRequest::kPartFieldNumber, LanePart::descriptor())) return;
   uint32_t tag = 0;
   while (reader_.NextField(&tag)) {
     uint64_t value = 0;

@@ -26,10 +26,10 @@ struct LanePartHeader {
   uint64_t offset = 0;  // Bytes.
 };
 
-// A LaneMessage with this part. Copies `data`.
+// A LaneRequest or LaneResponse with this part. Copies `data`.
 grpc::ByteBuffer EncodeLanePart(const LanePartHeader& header, std::span<const std::byte> data);
 
-// A LaneMessage with `join`.
+// A LaneRequest with `join`.
 grpc::ByteBuffer EncodeLaneJoin(const v1::JoinLane& join);
 
 // INVALID_ARGUMENT for any other message.

@@ -16,9 +16,9 @@
 namespace lmhead {
 
 // Pins [data, data + bytes), for example a StagingPool's block, for all devices of the process;
-// `device` is one that it uses, so that no other gets a context. Slow (the system wires every page):
-// call at start. RESOURCE_EXHAUSTED when the system refuses, for example by its limit on locked
-// memory.
+// `device` is one that it uses, so that no other gets a context. Slow (the system wires every
+// page): call at start. RESOURCE_EXHAUSTED when the system refuses, for example by its limit on
+// locked memory.
 absl::Status PinHostMemory(int device, void* data, int64_t bytes);
 
 // Undoes PinHostMemory(data); no copy may be under way.

@@ -283,10 +283,10 @@ TEST_P(LanesTest, ALaneTooManyIsRefused) {
   const auto stub = v1::ShardService::NewStub(server_.NewChannel());
   grpc::ClientContext context;
   const auto stream = stub->Lane(&context);
-  v1::LaneMessage message;
+  v1::LaneRequest message;
   message.mutable_join()->set_call(1);
   ASSERT_TRUE(stream->Write(message));
-  v1::LaneMessage answer;
+  v1::LaneResponse answer;
   EXPECT_FALSE(stream->Read(&answer));
   const grpc::Status status = stream->Finish();
   EXPECT_EQ(status.error_code(), grpc::StatusCode::FAILED_PRECONDITION);
@@ -295,16 +295,16 @@ TEST_P(LanesTest, ALaneTooManyIsRefused) {
 }
 
 TEST_P(LanesTest, StrangersAreRefusedAndLoseNothing) {
-  const auto refusal = [this](const v1::LaneMessage& first) {
+  const auto refusal = [this](const v1::LaneRequest& first) {
     const auto stub = v1::ShardService::NewStub(server_.NewChannel());
     grpc::ClientContext context;
     const auto stream = stub->Lane(&context);
     stream->Write(first);
-    v1::LaneMessage answer;
+    v1::LaneResponse answer;
     EXPECT_FALSE(stream->Read(&answer));
     return stream->Finish();
   };
-  v1::LaneMessage first;
+  v1::LaneRequest first;
   EXPECT_EQ(refusal(first).error_code(), grpc::StatusCode::INVALID_ARGUMENT);
   first.mutable_part()->set_data("x");
   EXPECT_EQ(refusal(first).error_code(), grpc::StatusCode::INVALID_ARGUMENT);
@@ -328,7 +328,7 @@ class BadPartTest : public LanesTest {
     const auto stub = v1::ShardService::NewStub(server_.NewChannel());
     grpc::ClientContext context;
     const auto stream = stub->Lane(&context);
-    v1::LaneMessage message;
+    v1::LaneRequest message;
     message.mutable_join()->set_call(1);
     ASSERT_TRUE(stream->Write(message));
     *message.mutable_part() = part;
@@ -336,7 +336,7 @@ class BadPartTest : public LanesTest {
     ASSERT_TRUE(leader_lost_.WaitForNotificationWithTimeout(kPatience));
     EXPECT_THAT(std::string(leader_->loss().message()), HasSubstr(why));
     leader_->Close(absl::CancelledError("the test ends"));
-    v1::LaneMessage answer;
+    v1::LaneResponse answer;
     EXPECT_FALSE(stream->Read(&answer));
     stream->Finish();
     EXPECT_EQ(arrival.status.code(), absl::StatusCode::kCancelled);

@@ -28,8 +28,8 @@ std::string RandomText(Random& random, size_t bytes) {
 // Zeros, small and largest numbers alike.
 uint64_t RandomNumber(Random& random) { return random() >> (random() % 65 % 64); }
 
-v1::LaneMessage MessageOf(const LanePartHeader& header, const std::string& data) {
-  v1::LaneMessage message;
+v1::LaneRequest MessageOf(const LanePartHeader& header, const std::string& data) {
+  v1::LaneRequest message;
   message.mutable_part()->set_command(header.command);
   message.mutable_part()->set_array(header.array);
   message.mutable_part()->set_offset(header.offset);
@@ -86,7 +86,7 @@ TEST(LaneCodec, WhatIsCutShortOrChangedIsRefusedOrAnotherPart) {
 }
 
 TEST(LaneCodec, MessagesThatAreNoPartsAreRefused) {
-  v1::LaneMessage join;
+  v1::LaneRequest join;
   join.mutable_join()->set_rank(1);
   for (const std::string& bytes :
        {std::string(), std::string("\x0a\x00", 2), join.SerializeAsString(),
