@@ -186,8 +186,8 @@ struct StagedRows {
     }
   }
   ~StagedRows() {
-    UnpinHostMemory(hidden.data());
-    UnpinHostMemory(teacher_hidden.data());
+    UnpinHostMemory(kDevice, hidden.data());
+    UnpinHostMemory(kDevice, teacher_hidden.data());
   }
   absl::Status Pin() {
     for (std::vector<uint16_t>* rows : {&hidden, &teacher_hidden}) {

@@ -25,8 +25,8 @@ InProcessHead::InProcessHead(const HeadSpec& spec, DType hidden_dtype)
 
 InProcessHead::~InProcessHead() {
   backend_.reset();
-  UnpinHostMemory(rows_.data());
-  UnpinHostMemory(grad_hidden_states_.data());
+  UnpinHostMemory(kDevice, rows_.data());
+  UnpinHostMemory(kDevice, grad_hidden_states_.data());
 }
 
 absl::StatusOr<std::unique_ptr<InProcessHead>> InProcessHead::Create(const HeadSpec& spec,

@@ -658,7 +658,7 @@ Server::Impl::~Impl() {
   ranks_.reset();
   if (slots_ != nullptr) AwaitSlots();
   streams_.reset();
-  if (pinned_) UnpinHostMemory(slots_->data());
+  if (pinned_) UnpinHostMemory(hardware_.devices.front().number, slots_->data());
 }
 
 // --- Server ---

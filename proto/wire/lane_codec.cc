@@ -13,7 +13,7 @@ namespace {
 using v1::LanePart;
 using v1::LaneRequest;
 
-static_assert(LaneRequest::kPartFieldNumber == v1::LaneResponse::kPartFieldNumber);
+static_assert(int{LaneRequest::kPartFieldNumber} == int{v1::LaneResponse::kPartFieldNumber});
 
 // All of a LanePart but its data.
 template <typename Sink>

@@ -28,7 +28,8 @@ absl::Status PinHostMemory(int device, void* data, int64_t bytes) {
   return error == cudaSuccess ? absl::OkStatus() : NotPinned(bytes, error);
 }
 
-void UnpinHostMemory(void* data) {
+void UnpinHostMemory(int device, void* data) {
+  cudaSetDevice(device);
   cudaHostUnregister(data);
   cudaGetLastError();  // Memory that was not pinned, or a device that is lost: nothing to undo.
 }

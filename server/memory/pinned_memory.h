@@ -21,8 +21,8 @@ namespace lmhead {
 // locked memory.
 absl::Status PinHostMemory(int device, void* data, int64_t bytes);
 
-// Undoes PinHostMemory(data); no copy may be under way.
-void UnpinHostMemory(void* data);
+// Undoes PinHostMemory(device, data); no copy may be under way.
+void UnpinHostMemory(int device, void* data);
 
 // A pinned block of the backend's own. Only where there is CUDA.
 class PinnedBlock {

@@ -6,7 +6,7 @@ namespace lmhead {
 
 absl::Status PinHostMemory(int device, void* data, int64_t bytes) { return absl::OkStatus(); }
 
-void UnpinHostMemory(void* data) {}
+void UnpinHostMemory(int device, void* data) {}
 
 absl::StatusOr<std::unique_ptr<PinnedBlock>> PinnedBlock::Create(int64_t bytes) {
   return absl::UnimplementedError("this binary was built without CUDA");

@@ -33,11 +33,11 @@ class Block {
     std::unique_ptr<Block> block(new Block(data, bytes));
     if (!device.has_value()) return block;
     if (absl::Status status = PinHostMemory(*device, data, bytes); !status.ok()) return status;
-    block->pinned_ = true;
+    block->pinned_for_ = device;
     return block;
   }
   ~Block() {
-    if (pinned_) UnpinHostMemory(data_);
+    if (pinned_for_.has_value()) UnpinHostMemory(*pinned_for_, data_);
     munmap(data_, static_cast<size_t>(bytes_));
   }
   Block(const Block&) = delete;
@@ -51,7 +51,7 @@ class Block {
 
   void* const data_;
   const int64_t bytes_;
-  bool pinned_ = false;
+  std::optional<int> pinned_for_;
 };
 
 }  // namespace

@@ -278,22 +278,28 @@ absl::Status Follower::Impl::FollowOnce() {
   *first.mutable_join() = options_.join;
   v1::FollowResponse answer;
   absl::Status failure;
-  absl::Status loss;  // Of a lane, which has ended the call.
+  std::shared_ptr<Lanes> lanes;
   if (stream->Write(first) && stream->Read(&answer)) {
     failure = answer.has_welcome()
                   ? TakeIn(answer.welcome())
                   : absl::InternalError("the leader's first message is no welcome");
     if (failure.ok()) {
       const auto outbox = std::make_shared<FollowerOutbox>([&context] { context.TryCancel(); });
-      const std::shared_ptr<Lanes> lanes = OpenLanes(answer.welcome(), outbox);
+      lanes = OpenLanes(answer.welcome(), outbox);
       Serve(stream.get(), outbox, lanes);
-      if (lanes != nullptr) loss = lanes->loss();
     }
   }
   if (!failure.ok()) context.TryCancel();
   const absl::Status finished = FromGrpcStatus(stream->Finish());
-  absl::MutexLock lock(&mu_);
-  context_ = nullptr;
+  {
+    absl::MutexLock lock(&mu_);
+    context_ = nullptr;
+  }
+  absl::Status loss;  // Of a lane, which has ended the call.
+  if (lanes != nullptr) {
+    loss = lanes->loss();
+    lanes->AwaitEnd();
+  }
   if (!failure.ok()) return failure;
   if (absl::IsCancelled(finished) && !loss.ok()) return loss;
   return answer.has_welcome() ? finished : WithTlsHint(finished);

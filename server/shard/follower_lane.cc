@@ -18,7 +18,7 @@ constexpr char kMethod[] = "/lmhead.v1.ShardService/Lane";
 void FollowerLane::Open(const std::shared_ptr<grpc::Channel>& channel, const v1::JoinLane& join,
                         const std::shared_ptr<Lanes>& lanes) {
   const std::shared_ptr<FollowerLane> lane(new FollowerLane(lanes));
-  if (!lanes->Add(lane).ok()) return;  // They are closed.
+  if (!lanes->Add(lane).ok()) return;  // There are as many as there should be.
   lane->SetSelf(lane);
   grpc::TemplatedGenericStub<grpc::ByteBuffer, grpc::ByteBuffer> stub(channel);
   stub.PrepareBidiStreamingCall(&lane->context_, kMethod, {}, lane.get());

@@ -21,8 +21,8 @@
 namespace lmhead {
 
 // Reactor is grpc::ServerBidiReactor or grpc::ClientBidiReactor of ByteBuffers. Keeps itself alive
-// until the derived class's OnDone calls Done(); the lanes that it was added to, until they are
-// closed.
+// until the derived class's OnDone calls Done(); the lanes that it was added to, until their
+// AwaitEnd().
 template <typename Reactor>
 class LaneStream : public Reactor, public Lane {
  public:
@@ -48,7 +48,7 @@ class LaneStream : public Reactor, public Lane {
   void OnWriteDone(bool ok) final {
     outgoing_.Clear();
     Leave();
-    if (ok) Write();  // Otherwise the read fails as well, and says more.
+    if (ok) Write();  // Otherwise reads fail as well, and say more.
   }
 
   void OnReadDone(bool ok) final { ok ? Read() : ReadsAreOver(); }
@@ -115,7 +115,7 @@ class LaneStream : public Reactor, public Lane {
     Stop(/*cancel=*/true);
   }
 
-  // The last thing that a reactor does; *this is gone then, or when the lanes are closed.
+  // The last thing that a reactor does; *this may be gone then.
   void Done() {
     Lanes* const lanes = lanes_.get();
     self_ = nullptr;

@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "proto/types/check.h"
+#include "proto/types/limits.h"
 
 namespace lmhead {
 
@@ -67,7 +68,7 @@ void Lanes::Forget(uint64_t command) {
 }
 
 void Lanes::Close(const absl::Status& reason) {
-  std::vector<std::shared_ptr<Lane>> lanes, idle;
+  std::vector<std::shared_ptr<Lane>> lanes, idle;  // Dropped without the lock.
   std::vector<Parked> parked;
   OutgoingMap outgoing;
   std::map<uint64_t, Incoming> incoming;
@@ -79,7 +80,7 @@ void Lanes::Close(const absl::Status& reason) {
       return std::ranges::all_of(outgoing_, is_still) && std::ranges::all_of(incoming_, is_still);
     };
     mu_.Await(absl::Condition(&copied));
-    lanes.swap(lanes_);
+    lanes = lanes_;
     idle.swap(idle_);
     parked.swap(parked_);
     outgoing.swap(outgoing_);
@@ -87,12 +88,20 @@ void Lanes::Close(const absl::Status& reason) {
   }
   waker_.join();
   for (const std::shared_ptr<Lane>& lane : lanes) lane->End();
-  {
-    absl::MutexLock lock(&mu_);
-    mu_.Await(absl::Condition(
-        +[](int32_t* num_open) { return *num_open == 0; }, &num_open_));
+  for (const auto& [command, each] : incoming) {
+    if (each.arrived != nullptr) each.arrived(reason);  // Null: Forget() waits as well.
   }
-  for (const auto& [command, each] : incoming) each.arrived(reason);
+  absl::MutexLock lock(&mu_);
+  all_told_ = true;
+}
+
+void Lanes::AwaitEnd() {
+  std::vector<std::shared_ptr<Lane>> lanes;  // Dropped without the lock.
+  absl::MutexLock lock(&mu_);
+  const auto ended = [this]()
+                         ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) { return all_told_ && num_open_ == 0; };
+  mu_.Await(absl::Condition(&ended));
+  lanes.swap(lanes_);
 }
 
 bool Lanes::complete() const {
@@ -107,7 +116,7 @@ absl::Status Lanes::loss() const {
 
 // --- For the lanes -----------------------------------------------------------------------------
 
-absl::Status Lanes::Add(std::shared_ptr<Lane> lane) {
+absl::StatusOr<bool> Lanes::Add(std::shared_ptr<Lane> lane) {
   absl::MutexLock lock(&mu_);
   if (closed_) return absl::UnavailableError("the Follow call of this lane has ended");
   if (static_cast<int32_t>(lanes_.size()) == num_lanes_) {
@@ -115,7 +124,7 @@ absl::Status Lanes::Add(std::shared_ptr<Lane> lane) {
   }
   lanes_.push_back(std::move(lane));
   ++num_open_;
-  return absl::OkStatus();
+  return static_cast<int32_t>(lanes_.size()) == num_lanes_;
 }
 
 void Lanes::Leave() {
@@ -159,7 +168,7 @@ std::optional<grpc::ByteBuffer> Lanes::NextPart(const std::shared_ptr<Lane>& lan
     auto& [command, from] = *found;
     header = {.command = command, .array = from.array, .offset = from.offset};
     const std::span<const std::byte> rest = from.arrays[from.array].subspan(from.offset);
-    data = rest.first(std::min(rest.size(), kPartBytes));
+    data = rest.first(std::min(rest.size(), static_cast<size_t>(kLanePartBytes)));
     from.offset += data.size();
     ++from.num_copying;
   }
@@ -190,30 +199,31 @@ absl::StatusOr<std::span<std::byte>> Lanes::ClaimPlace(const LanePartReader& par
 }
 
 absl::StatusOr<bool> Lanes::TakePart(const std::shared_ptr<Lane>& lane, grpc::ByteBuffer* message) {
-  LanePartReader part(message);
-  if (!part.status().ok()) return part.status();
-  const uint64_t command = part.header().command;
+  std::optional<LanePartReader> part(message);
+  if (!part->status().ok()) return part->status();
+  const uint64_t command = part->header().command;
   absl::StatusOr<std::span<std::byte>> place;
   {
     absl::MutexLock lock(&mu_);
     if (closed_) return true;
     if (command > last_known_) {
+      part.reset();  // Once parked, the message is whose who reads it again.
       parked_.emplace_back(command, lane);
       return false;
     }
     const auto to = incoming_.find(command);
     if (to == incoming_.end() || to->second.arrived == nullptr) return true;  // Forgotten.
-    place = ClaimPlace(part);
+    place = ClaimPlace(*part);
     if (!place.ok()) return place.status();
   }
-  const absl::Status copied = part.CopyTo(*place);
+  const absl::Status copied = part->CopyTo(*place);
   std::function<void(const absl::Status&)> arrived;
   {
     absl::MutexLock lock(&mu_);
     const auto to = incoming_.find(command);
     --to->second.num_copying;
     if (!copied.ok()) return copied;
-    to->second.missing_bytes -= part.num_bytes();
+    to->second.missing_bytes -= part->num_bytes();
     if (to->second.missing_bytes == 0) {
       arrived = std::move(to->second.arrived);
       incoming_.erase(to);

@@ -9,7 +9,8 @@
 //
 // Parts are copied: at the sender from the owner's memory into the message, at the receiver from
 // the message to its place. So memory that was given is free again when Forget() or Close() has
-// returned, whatever gRPC still holds, in the time of one part.
+// returned, in the time that a part takes to copy, whatever gRPC still holds: a connection to a
+// peer that hangs may hold messages until it is given up.
 //
 // Threads: lanes run on gRPC's callback threads; one thread here wakes those that have waited.
 
@@ -63,15 +64,14 @@ class Lanes {
   using Arrays = std::vector<std::span<const std::byte>>;
   using Places = std::vector<std::span<std::byte>>;
 
-  // Longest part, in bytes.
-  static constexpr size_t kPartBytes = 1 << 20;
-
   // `on_lost` is told of the first lane that is lost, on any thread; it must not block, nor close
   // the lanes.
   Lanes(int32_t num_lanes, std::function<void()> on_lost);
   ~Lanes();  // REQUIRES: Close() has returned.
   Lanes(const Lanes&) = delete;
   Lanes& operator=(const Lanes&) = delete;
+
+  int32_t num_lanes() const { return num_lanes_; }
 
   // --- For the owner ---
 
@@ -80,8 +80,8 @@ class Lanes {
   void Send(uint64_t command, Arrays arrays, std::shared_ptr<const void> keep);
 
   // Where the arrays of the command go. `arrived` is called once, on any thread, with OK when they
-  // are whole, or with what Close() was told; never after Forget(). REQUIRES: they are not all
-  // empty.
+  // are whole, or with an error when the lanes are closed; a call that Forget() comes too late for
+  // may be under way when that returns. REQUIRES: they are not all empty.
   void Expect(uint64_t command, Places places,
               std::function<void(const absl::Status& status)> arrived);
 
@@ -89,10 +89,13 @@ class Lanes {
   // Waits for what is being copied.
   void Forget(uint64_t command);
 
-  // Ends all lanes, waits until they have, and forgets all commands. May be called again. Not from
-  // a lane, nor from a gRPC callback: lanes die here, and may take gRPC's last callback threads
-  // along.
+  // Tells all lanes to end, and forgets all commands. May be called again. Not from a lane.
   void Close(const absl::Status& reason);
+
+  // After Close(): waits until the lanes have ended, which takes as long as gRPC takes to give up a
+  // connection that hangs. Not from a gRPC callback: lanes die here, and may take the last of
+  // gRPC's callback threads along.
+  void AwaitEnd();
 
   // All lanes are there.
   bool complete() const;
@@ -101,9 +104,9 @@ class Lanes {
 
   // --- For the lanes ---
 
-  // FAILED_PRECONDITION when all are there already, UNAVAILABLE when they are closed. The lane is
-  // kept until Close().
-  absl::Status Add(std::shared_ptr<Lane> lane);
+  // Whether all are there now. FAILED_PRECONDITION when they were already, UNAVAILABLE when they
+  // are closed. The lane is kept until AwaitEnd().
+  absl::StatusOr<bool> Add(std::shared_ptr<Lane> lane);
   // A lane that was added does nothing more.
   void Leave();
 
@@ -148,7 +151,8 @@ class Lanes {
   const int32_t num_lanes_;
   const std::function<void()> on_lost_;
   mutable absl::Mutex mu_;
-  bool closed_ ABSL_GUARDED_BY(mu_) = false;
+  bool closed_ ABSL_GUARDED_BY(mu_) = false;    // Close() was called,
+  bool all_told_ ABSL_GUARDED_BY(mu_) = false;  // and has told everybody.
   absl::Status loss_ ABSL_GUARDED_BY(mu_);
   std::vector<std::shared_ptr<Lane>> lanes_ ABSL_GUARDED_BY(mu_);
   int32_t num_open_ ABSL_GUARDED_BY(mu_) = 0;  // Of these, those that have not left.

@@ -13,6 +13,7 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
 #include "lmhead/v1/shard.grpc.pb.h"
+#include "proto/types/limits.h"
 #include "proto/wire/reflection.h"
 #include "proto/wire/status.h"
 #include "server/shard/leader_lane.h"
@@ -53,6 +54,8 @@ class ShardLeader::Impl final : public LeaderService {
  private:
   absl::Status Admit(const grpc::ServerContextBase& context, const char* method) const;
   absl::StatusOr<std::shared_ptr<Lanes>> FindLanes(const v1::JoinLane& join) const;
+  void ServeFollower(grpc::ServerContext* context, FollowStream* stream, int32_t number,
+                     const std::shared_ptr<LeaderOutbox>& outbox, Lanes* lanes);
   absl::StatusOr<RemoteRank*> CheckJoin(const v1::FollowRequest& first) const;
   v1::Welcome Welcome() const;
   absl::StatusOr<std::shared_ptr<InProcessStore>> FindStore(uint64_t generation) const;
@@ -93,6 +96,12 @@ absl::Status ShardLeader::Impl::Start() {
   builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
   builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, 100);
   builder.AddChannelArgument(GRPC_ARG_HTTP2_MAX_PING_STRIKES, 0);
+  // A connection that hangs is noticed as early as a follower that does; what it was sent is held
+  // until then.
+  const auto silence = static_cast<int>(absl::ToInt64Milliseconds(SilenceLimit(options_.timeout)));
+  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIME_MS, silence);
+  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, silence);
+  builder.AddChannelArgument(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
   builder.AddListeningPort(options_.listen, options_.credentials, &port_);
   builder.RegisterService(this);
   grpc_ = builder.BuildAndStart();
@@ -120,8 +129,11 @@ void ShardLeader::Impl::Stop() {
 
 void ShardLeader::Impl::Watch() {
   const absl::Duration interval = SilenceLimit(options_.timeout) / kPingsPerLimit;
-  absl::MutexLock lock(&mu_);
-  while (!mu_.AwaitWithTimeout(absl::Condition(&stopping_), interval)) {
+  for (;;) {
+    {
+      absl::MutexLock lock(&mu_);
+      if (mu_.AwaitWithTimeout(absl::Condition(&stopping_), interval)) return;
+    }
     for (const auto& [rank, remote] : remote_) remote->Tick();
   }
 }
@@ -180,11 +192,25 @@ grpc::Status ShardLeader::Impl::Follow(grpc::ServerContext* context, FollowStrea
   RemoteRank& rank = **found;
   const int32_t number = message.join().rank();
   auto outbox = std::make_shared<LeaderOutbox>([context] { context->TryCancel(); });
-  absl::Status status = rank.Attach(message.join(), context->peer(), Welcome(), outbox);
-  if (!status.ok()) {
-    outbox->Close();
-    return ToGrpcStatus(status);
+  std::shared_ptr<Lanes> lanes;
+  if (rank.TakesBatches()) {
+    lanes = std::make_shared<Lanes>(kLanesOfARank, [outbox] { outbox->Cancel(); });
   }
+  const absl::Status status =
+      rank.Attach(message.join(), context->peer(), Welcome(), outbox, lanes);
+  if (status.ok()) ServeFollower(context, stream, number, outbox, lanes.get());
+  outbox->Close();
+  if (lanes != nullptr) {
+    lanes->Close(status.ok() ? FollowerIsGone() : status);
+    lanes->AwaitEnd();
+  }
+  return ToGrpcStatus(status);
+}
+
+void ShardLeader::Impl::ServeFollower(grpc::ServerContext* context, FollowStream* stream,
+                                      int32_t number, const std::shared_ptr<LeaderOutbox>& outbox,
+                                      Lanes* lanes) {
+  RemoteRank& rank = *remote_.at(number);
   spdlog::info("{} is there: the follower at {}", pool_->NameOf(number), context->peer());
   std::thread writer([&outbox, stream] {
     while (std::optional<v1::FollowResponse> next = outbox->Pop()) {
@@ -192,11 +218,12 @@ grpc::Status ShardLeader::Impl::Follow(grpc::ServerContext* context, FollowStrea
     }
   });
   if (rank.session() != 0) options_.request_connect();  // Otherwise its last lane asks.
+  v1::FollowRequest message;
   while (stream->Read(&message)) rank.Receive(outbox.get(), message);
-  rank.Detach(outbox.get(), absl::UnavailableError("it is gone, or its connection"));
+  const absl::Status loss = lanes == nullptr ? absl::OkStatus() : lanes->loss();
+  rank.Detach(outbox.get(), loss.ok() ? FollowerIsGone() : loss);
   outbox->Close();
   writer.join();
-  return grpc::Status::OK;
 }
 
 LaneServerReactor* ShardLeader::Impl::Lane(grpc::CallbackServerContext* context) {

@@ -5,6 +5,8 @@
 
 namespace lmhead {
 
+absl::Status FollowerIsGone() { return absl::UnavailableError("it is gone, or its connection"); }
+
 LaneServerReactor* LeaderLane::Start(grpc::CallbackServerContext* context, const Options& options,
                                      const absl::Status& admitted) {
   const std::shared_ptr<LeaderLane> lane(new LeaderLane(context, options));
@@ -22,24 +24,25 @@ LeaderLane::LeaderLane(grpc::CallbackServerContext* context, const Options& opti
 
 absl::StatusOr<bool> LeaderLane::Take(grpc::ByteBuffer* message) {
   if (lanes() != nullptr) return LaneStream::Take(message);
-  if (absl::Status status = Join(message); !status.ok()) {
-    spdlog::warn("Lane from {} refused: {}", context_->peer(), status.ToString());
-    Refuse(status);
+  const absl::StatusOr<bool> is_last = Join(message);
+  if (!is_last.ok()) {
+    spdlog::warn("Lane from {} refused: {}", context_->peer(), is_last.status().ToString());
+    Refuse(is_last.status());
     return false;
   }
   Write();
-  if (lanes()->complete()) options_.on_complete();
+  if (*is_last) options_.on_complete();
   return true;
 }
 
-absl::Status LeaderLane::Join(grpc::ByteBuffer* message) {
+absl::StatusOr<bool> LeaderLane::Join(grpc::ByteBuffer* message) {
   const absl::StatusOr<v1::JoinLane> join = DecodeLaneJoin(message);
   if (!join.ok()) return join.status();
   absl::StatusOr<std::shared_ptr<Lanes>> lanes = options_.find_lanes(*join);
   if (!lanes.ok()) return lanes.status();
-  if (absl::Status status = (*lanes)->Add(self()); !status.ok()) return status;
-  SetLanes(*std::move(lanes));
-  return absl::OkStatus();
+  const absl::StatusOr<bool> is_last = (*lanes)->Add(self());
+  if (is_last.ok()) SetLanes(*std::move(lanes));
+  return is_last;
 }
 
 void LeaderLane::Refuse(const absl::Status& reason) {
@@ -47,9 +50,7 @@ void LeaderLane::Refuse(const absl::Status& reason) {
   Stop(/*cancel=*/false);
 }
 
-void LeaderLane::ReadsAreOver() {
-  Fail(absl::UnavailableError("a lane of it has ended, or its connection"));
-}
+void LeaderLane::ReadsAreOver() { Fail(FollowerIsGone()); }
 
 void LeaderLane::LetGo() {
   Finish(refusal_.ok() ? grpc::Status(grpc::StatusCode::UNAVAILABLE, "the lane has ended")

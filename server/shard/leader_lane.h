@@ -15,6 +15,9 @@
 
 namespace lmhead {
 
+// Of a connection that has ended, and nobody said why.
+absl::Status FollowerIsGone();
+
 using LaneServerReactor = grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>;
 
 class LeaderLane final : public LaneStream<LaneServerReactor> {
@@ -35,7 +38,8 @@ class LeaderLane final : public LaneStream<LaneServerReactor> {
   LeaderLane(grpc::CallbackServerContext* context, const Options& options);
 
   absl::StatusOr<bool> Take(grpc::ByteBuffer* message) override;
-  absl::Status Join(grpc::ByteBuffer* message);
+  // Whether all lanes are there now.
+  absl::StatusOr<bool> Join(grpc::ByteBuffer* message);
   void Refuse(const absl::Status& reason);
   void ReadsAreOver() override;
   void CancelCall() override { context_->TryCancel(); }

@@ -37,7 +37,8 @@ void RemoteRank::SetOnLost(std::function<void(const absl::Status&)> on_lost) {
 // --- The follower's call -----------------------------------------------------------------------
 
 absl::Status RemoteRank::Attach(const v1::JoinGroup& join, const std::string& peer,
-                                v1::Welcome welcome, std::shared_ptr<LeaderOutbox> outbox) {
+                                v1::Welcome welcome, std::shared_ptr<LeaderOutbox> outbox,
+                                std::shared_ptr<Lanes> lanes) {
   {
     absl::MutexLock lock(&mu_);
     const bool alive = outbox_ != nullptr && absl::Now() - last_heard_ < silence_limit_;
@@ -51,10 +52,8 @@ absl::Status RemoteRank::Attach(const v1::JoinGroup& join, const std::string& pe
   absl::MutexLock lock(&mu_);
   if (outbox_ != nullptr) return absl::AlreadyExistsError("two followers called at once");
   welcome.set_call(++last_call_);
-  if (TakesBatches()) {
-    welcome.set_num_lanes(kLanesOfARank);
-    lanes_ = std::make_shared<Lanes>(kLanesOfARank, [outbox] { outbox->Cancel(); });
-  }
+  if (lanes != nullptr) welcome.set_num_lanes(lanes->num_lanes());
+  lanes_ = std::move(lanes);
   v1::FollowResponse first;
   *first.mutable_welcome() = std::move(welcome);
   outbox->Push(std::move(first));

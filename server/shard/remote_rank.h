@@ -32,9 +32,6 @@ namespace lmhead {
 
 using LeaderOutbox = Outbox<v1::FollowResponse>;
 
-// Connections that carry the batches of a rank. Measured: docs/BENCHMARKS.md, Replicas.
-inline constexpr int32_t kLanesOfARank = 4;
-
 // Thread-safe.
 class RemoteRank final : public Rank {
  public:
@@ -48,11 +45,15 @@ class RemoteRank final : public Rank {
 
   // --- For the owner of the follower's call ---
 
+  // The first rank of its replica gets batches, on lanes.
+  bool TakesBatches() const { return place_in_replica_ == 0; }
+
   // The follower's call now stands for the rank; its outbox starts with `welcome`, to which the
-  // number of the call and of its lanes are added. Takes the place of an earlier call of the same
+  // number of the call and of its lanes are added. `lanes` are those of a rank that takes batches,
+  // else null; closed when the call is detached. Takes the place of an earlier call of the same
   // session, or one that has been silent. ALREADY_EXISTS while another process has the rank.
   absl::Status Attach(const v1::JoinGroup& join, const std::string& peer, v1::Welcome welcome,
-                      std::shared_ptr<LeaderOutbox> outbox);
+                      std::shared_ptr<LeaderOutbox> outbox, std::shared_ptr<Lanes> lanes);
   // The lanes that this one is of. FAILED_PRECONDITION when it is not of the call that is attached.
   absl::StatusOr<std::shared_ptr<Lanes>> FindLanes(const v1::JoinLane& join);
   // From that call. Nothing when it is not attached any more.
@@ -108,7 +109,6 @@ class RemoteRank final : public Rank {
     std::optional<v1::CommandReply> reply;  // That has come before them.
   };
 
-  bool TakesBatches() const { return place_in_replica_ == 0; }
   void Send(v1::Command command, ReplyDone done, Bulk bulk = {});
   void ArraysArrived(uint64_t command);
   void SendSimple(v1::Command command, Done done);

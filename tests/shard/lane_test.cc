@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "proto/types/limits.h"
 #include "tests/e2e/service_fixture.h"
 #include "tests/fault/chaos_proxy.h"
 #include "tests/shard/shard_processes.h"
@@ -21,9 +22,12 @@ using e2e::HeadShape;
 using e2e::Rows;
 using fault::ChaosProxy;
 using fault::Weather;
+using ::testing::HasSubstr;
 
 // Batches of several parts.
 HeadShape WideShape() { return {.vocab_size = 211, .hidden_size = 512}; }
+// Batches that are more than the kernel's buffers of all connections hold.
+HeadShape VeryWideShape() { return {.vocab_size = 61, .hidden_size = 8192}; }
 Rows StepRows(const HeadShape& shape, uint64_t step) { return e2e::MakeRows(shape, 4000, step, 0); }
 
 // A server whose second replica is a follower that calls through the proxy.
@@ -33,6 +37,7 @@ class ShardLaneTest : public ::testing::Test {
     std::vector<std::string> flags = FlagsOf({2, 1, 1});
     flags.insert(flags.end(),
                  {absl::StrCat("--backend=", TestBackend()), "--replicas=2",
+                  absl::StrCat("--chunk_bytes_max=", 40 * kMiB), "--join_chunks=off",
                   absl::StrCat("--checkpoint_dir=", directory_.path()), "--checkpoint_keep=1",
                   absl::StrCat("--collective_timeout_seconds=", kTimeoutSeconds)});
     auto server = LocalServer::Start(e2e::LmheadBinary(), flags);
@@ -87,7 +92,7 @@ class ShardLaneTest : public ::testing::Test {
     EXPECT_LE(e2e::RelativeError(*weight, std::span(oracle.weight())), 1e-5);
   }
 
-  const HeadShape shape_ = WideShape();
+  HeadShape shape_ = WideShape();
   const TemporaryFolder directory_;
   std::unique_ptr<LocalServer> server_;
   std::unique_ptr<ChaosProxy> proxy_;
@@ -102,7 +107,7 @@ TEST_F(ShardLaneTest, BatchesGoOverEveryLane) {
   for (uint64_t step = 1; step <= 4; ++step) LMHEAD_ASSERT_OK(TryStep(step));
   ASSERT_NO_FATAL_FAILURE(ExpectTrainedAsTheOracle(4));
   const std::vector<std::string> sent = proxy_->SentByClients();
-  ASSERT_GE(sent.size(), 3u) << "connections: the follower's call and its lanes";
+  ASSERT_EQ(sent.size(), size_t{1 + kLanesOfARank}) << "the follower's call and its lanes";
   size_t largest = 0;
   for (size_t lane = 1; lane < sent.size(); ++lane) {
     EXPECT_GT(sent[lane].size(), size_t{200'000}) << "lane " << lane;
@@ -145,6 +150,27 @@ TEST_F(ShardLaneTest, LanesThatAreCutCostAStepAndNothingElse) {
   }
   EXPECT_GT(proxy_->num_cuts(), 0);
   ExpectTrainedAsTheOracle(kSteps);
+}
+
+// What gRPC still holds of a batch that a hanging follower does not take costs the step's error no
+// time, nor the server's end.
+TEST_F(ShardLaneTest, AFollowerThatHangsWithFullLanesEndsTheStepInTime) {
+  shape_ = VeryWideShape();
+  ASSERT_NO_FATAL_FAILURE(Start(nullptr));
+  const auto incarnation = e2e::BeginStep(client_.get(), shape_, 1, 1);
+  LMHEAD_ASSERT_OK(incarnation);
+  Rows rows = e2e::MakeRows(shape_, 4000, 1, 0);
+  follower_->Signal(SIGSTOP);
+  const absl::Time stopped = absl::Now();
+  const auto fed = e2e::Feed(client_.get(), shape_, 1, *incarnation, e2e::WorkerName(0),
+                             {.chunk_tokens = 1000}, &rows);
+  EXPECT_LT(absl::Now() - stopped, kBound);
+  ASSERT_FALSE(fed.ok());
+  EXPECT_THAT(std::string(fed.status().message()), HasSubstr("rank 1 (replica 1)"));
+  LMHEAD_ASSERT_OK(e2e::AbortStep(client_.get(), shape_, 1, *incarnation));
+  follower_->Signal(SIGCONT);
+  ASSERT_NO_FATAL_FAILURE(AwaitReady());
+  LMHEAD_ASSERT_OK(TryStep(1));
 }
 
 }  // namespace
