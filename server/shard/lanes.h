@@ -1,5 +1,5 @@
 // The lanes of one Follow call, at either end: several connections that carry the arrays of batches
-// in parts, since one carries less than a GPU computes (docs/BENCHMARKS.md, Replicas).
+// in parts. One with TLS, or over a network, may carry less than a GPU computes.
 //
 //   1. The owner sends the arrays of a command, and says where those that come have their places.
 //   2. A lane that has nothing to send takes the next part of the oldest command, whichever it is:
