@@ -71,19 +71,15 @@ void AddDevice(size_t index, const NvidiaDriver::Device& device, Findings* findi
   Add(findings, check, Severity::kOk, what);
 }
 
-std::string VersionOf(int number, int major_factor, int minor_factor) {
-  return absl::StrCat(number / major_factor, ".", number % major_factor / minor_factor, ".",
-                      number % minor_factor);
-}
-
 absl::StatusOr<std::string> CublasLtVersion() {
   absl::StatusOr<DynamicLibrary> library = OpenCublasLt();
   if (!library.ok()) return library.status();
   size_t (*get_version)() = nullptr;
   library->Resolve("cublasLtGetVersion", &get_version);
   if (absl::Status status = library->Check(); !status.ok()) return status;
-  const int number = static_cast<int>(get_version());
-  return VersionOf(number, number >= 100000 ? 10000 : 1000, 100);
+  const int version = static_cast<int>(get_version());
+  const int major = version < 100000 ? 1000 : 10000;  // Before and since 12.
+  return absl::StrCat(version / major, ".", version % major / 100, ".", version % 100);
 }
 
 absl::StatusOr<std::string> NcclVersion() {
@@ -96,7 +92,9 @@ absl::StatusOr<std::string> NcclVersion() {
   if (const int error = get_version(&number); error != 0) {
     return absl::UnavailableError(absl::StrCat("ncclGetVersion: error ", error));
   }
-  return VersionOf(number, 10000, 100);
+  if (number >= kLeastNcclVersion) return NcclVersionText(number);
+  return absl::UnavailableError(absl::StrCat(NcclVersionText(number), ", wanted ",
+                                             NcclVersionText(kLeastNcclVersion), " or later"));
 }
 
 void CheckCudaLibraries(int num_gpus, Findings* findings) {
@@ -110,10 +108,11 @@ void CheckCudaLibraries(int num_gpus, Findings* findings) {
   const absl::StatusOr<std::string> nccl = NcclVersion();
   if (nccl.ok()) return Add(findings, "nccl", Severity::kOk, *nccl);
   if (num_gpus < 2) {
-    return Add(findings, "nccl", Severity::kOk, "not found, and not needed for one GPU");
+    return Add(findings, "nccl", Severity::kOk, "none to be used, and not needed for one GPU");
   }
   Add(findings, "nccl", Severity::kWarn, std::string(nccl.status().message()),
-      "install libnccl2 to split a head over the GPUs");
+      "install libnccl2 to split a head over the GPUs; without it that takes Gloo, which is "
+      "slower");
 }
 
 }  // namespace

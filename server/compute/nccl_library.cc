@@ -7,9 +7,6 @@
 namespace lmhead {
 namespace {
 
-// The first with non-blocking communicators that every call may be used with.
-constexpr int kLeastVersion = 21800;
-
 absl::StatusOr<NcclLibrary> Load() {
   absl::StatusOr<DynamicLibrary> dynamic = OpenNccl();
   if (!dynamic.ok()) return dynamic.status();
@@ -28,9 +25,10 @@ absl::StatusOr<NcclLibrary> Load() {
   LMHEAD_RETURN_IF_ERROR(dynamic->Check());
   int version = 0;
   library.GetVersion(&version);
-  if (version >= kLeastVersion) return library;
-  return absl::UnavailableError(
-      absl::StrCat("NCCL has version number ", version, ", wanted at least ", kLeastVersion));
+  if (version >= kLeastNcclVersion) return library;
+  return absl::UnavailableError(absl::StrCat("got NCCL ", NcclVersionText(version), ", wanted ",
+                                             NcclVersionText(kLeastNcclVersion),
+                                             " or later; install a newer libnccl2"));
 }
 
 }  // namespace

@@ -1,5 +1,7 @@
 #include "server/library/nvidia_libraries.h"
 
+#include "absl/strings/str_cat.h"
+
 namespace lmhead {
 namespace {
 
@@ -17,5 +19,10 @@ absl::StatusOr<DynamicLibrary> OpenCublasLt() {
 }
 
 absl::StatusOr<DynamicLibrary> OpenNccl() { return DynamicLibrary::Open("NCCL", kNcclFiles); }
+
+std::string NcclVersionText(int version) {
+  const int major = version < 10000 ? 1000 : 10000;  // Before and since 2.9.
+  return absl::StrCat(version / major, ".", version % major / 100, ".", version % 100);
+}
 
 }  // namespace lmhead

@@ -5,6 +5,8 @@
 
 #include <string>
 
+#include "server/library/nvidia_libraries.h"
+
 namespace lmhead {
 namespace {
 
@@ -49,6 +51,12 @@ TEST(DynamicLibrary, MissingFunctionsAreUnavailableWithTheirNamesAndTheLibrarys)
   EXPECT_THAT(std::string(status.message()),
               AllOf(HasSubstr("libm lacks"), HasSubstr("lmhead_first"), HasSubstr("lmhead_second"),
                     Not(HasSubstr("cos"))));
+}
+
+TEST(NvidiaLibraries, VersionsOfNcclAreReadInBothCodings) {
+  EXPECT_EQ(NcclVersionText(2708), "2.7.8");
+  EXPECT_EQ(NcclVersionText(21800), "2.18.0");
+  EXPECT_EQ(NcclVersionText(22809), "2.28.9");
 }
 
 }  // namespace
