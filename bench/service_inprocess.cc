@@ -25,6 +25,7 @@ InProcessHead::InProcessHead(const HeadSpec& spec, DType hidden_dtype)
 
 InProcessHead::~InProcessHead() {
   backend_.reset();
+  if (!pinned_) return;
   UnpinHostMemory(kDevice, rows_.data());
   UnpinHostMemory(kDevice, grad_hidden_states_.data());
 }
@@ -44,6 +45,7 @@ absl::Status InProcessHead::Init(BackendKind backend) {
   if (!created.ok()) return created.status();
   backend_ = *std::move(created);
   if (backend == BackendKind::kCpu) return absl::OkStatus();
+  pinned_ = true;
   absl::Status status = PinHostMemory(kDevice, rows_.data(), rows_.size_bytes());
   status.Update(PinHostMemory(kDevice, grad_hidden_states_.data(), rows_.size_bytes()));
   return status;

@@ -41,6 +41,7 @@ class InProcessHead {
   const DType hidden_dtype_;
   RandomRows rows_;
   std::vector<std::byte> grad_hidden_states_;
+  bool pinned_ = false;
   MemoryAccount account_;
   std::unique_ptr<ComputeBackend> backend_;  // After what its batches touch.
 };

@@ -26,9 +26,9 @@ inline constexpr int64_t kChunkTokensMax = 16384;
 // Ranks of a server, over all replicas of its heads.
 inline constexpr int32_t kRanksMax = 1024;
 
-// Connections that carry the batches of a replica elsewhere, and the longest piece of one of them.
-// Measured: docs/BENCHMARKS.md, Replicas.
+// Connections that carry the batches of a replica elsewhere (docs/BENCHMARKS.md, Replicas).
 inline constexpr int32_t kLanesOfARank = 4;
+// Longest part of an array on one of them: so long is a copy that a failed batch waits for.
 inline constexpr int64_t kLanePartBytes = kMiB;
 
 // Entries a token of top-k outputs and of top-k teachers.

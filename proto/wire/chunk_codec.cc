@@ -44,12 +44,6 @@ constexpr uint32_t kTeacherField = 99;      // teacher_hidden_states.
 constexpr uint32_t kBulkField = 100;        // hidden_states, grad_hidden_states.
 constexpr size_t kPlaceAlignment = 64;
 
-constexpr uint32_t LengthTag(uint32_t number) {
-  return MakeTag(number, WireFormatLite::WIRETYPE_LENGTH_DELIMITED);
-}
-constexpr uint32_t VarintTag(uint32_t number) {
-  return MakeTag(number, WireFormatLite::WIRETYPE_VARINT);
-}
 constexpr uint32_t kGradScaleTag = MakeTag(3, WireFormatLite::WIRETYPE_FIXED32);
 constexpr uint32_t kChecksumTag = MakeTag(4, WireFormatLite::WIRETYPE_FIXED64);
 

@@ -3,9 +3,16 @@
 #include <grpcpp/support/proto_buffer_reader.h>
 
 #include <string>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "proto/types/check.h"
+
+// As EncodeLanePart() writes it, and LanePartReader reads it; another order of fields is refused.
+//
+//   message = tag(part) length part
+//   part    = [tag(command) varint] [tag(array) varint] [tag(offset) varint]   a zero is left out
+//             tag(data) length byte...                                         not empty
 
 namespace lmhead {
 namespace {
@@ -22,10 +29,6 @@ void PutHeader(Sink& sink, const LanePartHeader& header, size_t data_bytes) {
   PutVarintField(sink, LanePart::kArrayFieldNumber, header.array);
   PutVarintField(sink, LanePart::kOffsetFieldNumber, header.offset);
   PutLength(sink, LanePart::kDataFieldNumber, data_bytes);
-}
-
-constexpr uint32_t VarintTag(uint32_t number) {
-  return MakeTag(number, WireFormatLite::WIRETYPE_VARINT);
 }
 
 }  // namespace
@@ -80,7 +83,7 @@ void LanePartReader::ReadHeader() {
       case VarintTag(LanePart::kOffsetFieldNumber):
         if (!reader_.ReadVarint(&header_.offset)) return;
         break;
-      case MakeTag(LanePart::kDataFieldNumber, WireFormatLite::WIRETYPE_LENGTH_DELIMITED):
+      case LengthTag(LanePart::kDataFieldNumber):
         if (reader_.ReadLength(&num_bytes_) && num_bytes_ == 0) reader_.Unusual("no data");
         return;  // The last field.
       default:

@@ -1,7 +1,8 @@
 // Bytes of the lanes between a leader and its followers (shard.proto), by hand like the chunks': a
 // part is copied once at each end. docs/ARCHITECTURE.md, Replicas, has their use.
 //
-// Nothing that arrives is trusted; nothing is read or written out of range. Thread-safe.
+// Nothing that arrives is trusted; nothing is read or written out of range. The functions are
+// thread-safe; a reader is one thread's.
 
 #ifndef LMHEAD_PROTO_WIRE_LANE_CODEC_H_
 #define LMHEAD_PROTO_WIRE_LANE_CODEC_H_

@@ -35,6 +35,12 @@ using google::protobuf::internal::WireFormatLite;
 constexpr uint32_t MakeTag(uint32_t number, WireFormatLite::WireType type) {
   return (number << 3) | static_cast<uint32_t>(type);
 }
+constexpr uint32_t VarintTag(uint32_t number) {
+  return MakeTag(number, WireFormatLite::WIRETYPE_VARINT);
+}
+constexpr uint32_t LengthTag(uint32_t number) {
+  return MakeTag(number, WireFormatLite::WIRETYPE_LENGTH_DELIMITED);
+}
 
 // Counts the bytes that FieldWriter would write.
 class FieldSizer {

@@ -92,9 +92,8 @@ absl::StatusOr<std::string> NcclVersion() {
   if (const int error = get_version(&number); error != 0) {
     return absl::UnavailableError(absl::StrCat("ncclGetVersion: error ", error));
   }
-  if (number >= kLeastNcclVersion) return NcclVersionText(number);
-  return absl::UnavailableError(absl::StrCat(NcclVersionText(number), ", wanted ",
-                                             NcclVersionText(kLeastNcclVersion), " or later"));
+  if (absl::Status status = CheckNcclVersion(number); !status.ok()) return status;
+  return NcclVersionText(number);
 }
 
 void CheckCudaLibraries(int num_gpus, Findings* findings) {
@@ -103,7 +102,7 @@ void CheckCudaLibraries(int num_gpus, Findings* findings) {
     Add(findings, "cublasLt", Severity::kOk, *cublaslt);
   } else {
     Add(findings, "cublasLt", Severity::kFail, std::string(cublaslt.status().message()),
-        "install the CUDA runtime libraries, or add their folder to LD_LIBRARY_PATH");
+        "they are among the CUDA runtime libraries");
   }
   const absl::StatusOr<std::string> nccl = NcclVersion();
   if (nccl.ok()) return Add(findings, "nccl", Severity::kOk, *nccl);

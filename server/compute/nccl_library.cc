@@ -1,6 +1,5 @@
 #include "server/compute/nccl_library.h"
 
-#include "absl/strings/str_cat.h"
 #include "server/compute/cuda_status.h"
 #include "server/library/nvidia_libraries.h"
 
@@ -25,10 +24,8 @@ absl::StatusOr<NcclLibrary> Load() {
   LMHEAD_RETURN_IF_ERROR(dynamic->Check());
   int version = 0;
   library.GetVersion(&version);
-  if (version >= kLeastNcclVersion) return library;
-  return absl::UnavailableError(absl::StrCat("got NCCL ", NcclVersionText(version), ", wanted ",
-                                             NcclVersionText(kLeastNcclVersion),
-                                             " or later; install a newer libnccl2"));
+  LMHEAD_RETURN_IF_ERROR(CheckNcclVersion(version));
+  return library;
 }
 
 }  // namespace

@@ -12,6 +12,9 @@ constexpr const char* kCublasLtFiles[] = {
 constexpr const char* kNcclFiles[] = {"libnccl.so.2", "/usr/local/cuda/lib64/libnccl.so.2",
                                       "/usr/local/cuda/lib/libnccl.so.2"};
 
+// The first with non-blocking communicators that every call may be used with.
+constexpr int kLeastNcclVersion = 21800;
+
 }  // namespace
 
 absl::StatusOr<DynamicLibrary> OpenCublasLt() {
@@ -23,6 +26,13 @@ absl::StatusOr<DynamicLibrary> OpenNccl() { return DynamicLibrary::Open("NCCL", 
 std::string NcclVersionText(int version) {
   const int major = version < 10000 ? 1000 : 10000;  // Before and since 2.9.
   return absl::StrCat(version / major, ".", version % major / 100, ".", version % 100);
+}
+
+absl::Status CheckNcclVersion(int version) {
+  if (version >= kLeastNcclVersion) return absl::OkStatus();
+  return absl::UnavailableError(absl::StrCat("NCCL has version ", NcclVersionText(version),
+                                             ", wanted ", NcclVersionText(kLeastNcclVersion),
+                                             " or later"));
 }
 
 }  // namespace lmhead

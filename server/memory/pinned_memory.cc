@@ -10,22 +10,29 @@ namespace {
 absl::Status NotPinned(int64_t bytes, cudaError_t error) {
   cudaGetLastError();  // Reported here, not by a later launch.
   return absl::ResourceExhaustedError(absl::StrCat(
-      "the system did not pin ", bytes, " bytes of host memory (", cudaGetErrorString(error),
-      "); raise `ulimit -l`, or lower --staging_slots (of the server)"));
+      "the system did not pin ", bytes, " bytes of host memory (", cudaGetErrorString(error), ")"));
+}
+
+bool IsNoGpu(cudaError_t error) {
+  return error == cudaErrorNoDevice || error == cudaErrorInsufficientDriver;
 }
 
 }  // namespace
 
 absl::Status PinHostMemory(int device, void* data, int64_t bytes) {
   cudaError_t error = cudaSetDevice(device);
+  if (error != cudaSuccess && !IsNoGpu(error)) {
+    cudaGetLastError();
+    return absl::UnavailableError(
+        absl::StrCat("GPU ", device, " cannot be used: ", cudaGetErrorString(error)));
+  }
   if (error == cudaSuccess) {
     error = cudaHostRegister(data, static_cast<size_t>(bytes), cudaHostRegisterPortable);
   }
-  if (error == cudaErrorNoDevice || error == cudaErrorInsufficientDriver) {
-    cudaGetLastError();
-    return absl::OkStatus();
-  }
-  return error == cudaSuccess ? absl::OkStatus() : NotPinned(bytes, error);
+  if (error == cudaSuccess) return absl::OkStatus();
+  if (!IsNoGpu(error)) return NotPinned(bytes, error);
+  cudaGetLastError();
+  return absl::OkStatus();
 }
 
 void UnpinHostMemory(int device, void* data) {

@@ -15,13 +15,13 @@
 
 namespace lmhead {
 
-// Pins [data, data + bytes), for example a StagingPool's block, for all devices of the process;
-// `device` is one that it uses, so that no other gets a context. Slow (the system wires every
-// page): call at start. RESOURCE_EXHAUSTED when the system refuses, for example by its limit on
-// locked memory.
+// Pins [data, data + bytes), for example a StagingPool's block, for all devices of the process.
+// `device` is one that it uses, so that no other gets a context; it becomes the calling thread's.
+// Slow: the system wires every page. RESOURCE_EXHAUSTED when the system refuses, for example by its
+// limit on locked memory; UNAVAILABLE when the device cannot be used.
 absl::Status PinHostMemory(int device, void* data, int64_t bytes);
 
-// Undoes PinHostMemory(device, data); no copy may be under way.
+// Undoes PinHostMemory(device, data); no copy may be under way. The device becomes the thread's.
 void UnpinHostMemory(int device, void* data);
 
 // A pinned block of the backend's own. Only where there is CUDA.

@@ -19,6 +19,8 @@ namespace {
 // Blocks are whole multiples of this, so that batches of nearly the same size share them.
 constexpr int64_t kGranularity = 1 << 20;
 
+constexpr char kRemedy[] = "; lower the leader's --batch_tokens or --chunk_bytes_max";
+
 // A mapping of the process.
 class Block {
  public:
@@ -26,13 +28,17 @@ class Block {
     void* const data = mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE,
                             MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (data == MAP_FAILED) {
-      return absl::ResourceExhaustedError(absl::StrCat(
-          "the system gave no memory for a batch of ", bytes, " bytes (", std::strerror(errno),
-          "); lower the leader's --batch_tokens or --chunk_bytes_max"));
+      return absl::ResourceExhaustedError(absl::StrCat("the system gave no memory for a batch of ",
+                                                       bytes, " bytes (", std::strerror(errno), ")",
+                                                       kRemedy));
     }
     std::unique_ptr<Block> block(new Block(data, bytes));
     if (!device.has_value()) return block;
-    if (absl::Status status = PinHostMemory(*device, data, bytes); !status.ok()) return status;
+    if (absl::Status status = PinHostMemory(*device, data, bytes); !status.ok()) {
+      return absl::Status(status.code(),
+                          absl::StrCat("a batch of ", bytes, " bytes: ", status.message(), kRemedy,
+                                       ", or raise this follower's `ulimit -l`"));
+    }
     block->pinned_for_ = device;
     return block;
   }

@@ -2,6 +2,7 @@
 
 #include <grpcpp/grpcpp.h>
 
+#include <algorithm>
 #include <map>
 #include <optional>
 #include <random>
@@ -127,8 +128,8 @@ struct FollowerBatch {
   OutputSpec outputs;
   std::vector<ChunkRows> chunks;
   v1::ShardBatchResult result;  // Outputs are written here; none of a rank that writes none.
-  std::shared_ptr<std::byte>
-      memory;            // Of the hidden states, and of their gradients in their place.
+  // Of the hidden states, and of their gradients in their place.
+  std::shared_ptr<std::byte> memory;
   Lanes::Places places;  // There, by the numbers of LanePart.
 
   void GiveMemory();
@@ -167,6 +168,14 @@ void FollowerBatch::GiveMemory() {
       places.emplace_back();
     }
   }
+}
+
+void AnswerBatch(FollowerBatch* batch, const BatchOutput& output, v1::CommandReply* reply) {
+  for (int i = 0; i < batch->result.chunks_size(); ++i) {
+    *batch->result.mutable_chunks(i)->mutable_sums() = LossSumsToProto(output.sums[i]);
+  }
+  *batch->result.mutable_timings() = StageTimingsToProto(output.timings);
+  *reply->mutable_batch() = std::move(batch->result);
 }
 
 // Of what lanes carry.
@@ -471,14 +480,6 @@ absl::Status Follower::Impl::StartCreate(HeadId head, const v1::CreateShard& cre
   return absl::OkStatus();
 }
 
-void AnswerBatch(FollowerBatch* batch, const BatchOutput& output, v1::CommandReply* reply) {
-  for (int i = 0; i < batch->result.chunks_size(); ++i) {
-    *batch->result.mutable_chunks(i)->mutable_sums() = LossSumsToProto(output.sums[i]);
-  }
-  *batch->result.mutable_timings() = StageTimingsToProto(output.timings);
-  *reply->mutable_batch() = std::move(batch->result);
-}
-
 absl::Status Follower::Impl::TakeRecipe(HeadId head, const v1::ComputeShardBatch& compute) {
   if (compute.has_recipe()) {
     absl::StatusOr<LossRecipe> recipe = LossRecipeFromProto(compute.recipe(), vocab_sizes_[head]);
@@ -540,8 +541,9 @@ absl::Status Follower::Impl::StartBatch(const std::shared_ptr<v1::Command>& comm
     if (output.ok()) {
       AnswerBatch(batch.get(), *output, &reply);
       const Lanes::Places grads = GradientsOf(batch->chunks);
-      if (answer.lanes != nullptr)
+      if (answer.lanes != nullptr) {
         answer.lanes->Send(answer.id, {grads.begin(), grads.end()}, batch);
+      }
     }
     answer.Send(output.status(), std::move(reply));
   };

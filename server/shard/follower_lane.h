@@ -8,6 +8,7 @@
 #include <grpcpp/support/client_callback.h>
 
 #include <memory>
+#include <utility>
 
 #include "absl/status/status.h"
 #include "server/shard/lane_stream.h"

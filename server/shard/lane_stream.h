@@ -21,7 +21,7 @@
 namespace lmhead {
 
 // Reactor is grpc::ServerBidiReactor or grpc::ClientBidiReactor of ByteBuffers. Keeps itself alive
-// until the derived class's OnDone calls Done(); the lanes that it was added to, until their
+// until the derived class's OnDone calls Done(); lanes that it was added to keep it until their
 // AwaitEnd().
 template <typename Reactor>
 class LaneStream : public Reactor, public Lane {

@@ -120,7 +120,8 @@ absl::StatusOr<bool> Lanes::Add(std::shared_ptr<Lane> lane) {
   absl::MutexLock lock(&mu_);
   if (closed_) return absl::UnavailableError("the Follow call of this lane has ended");
   if (static_cast<int32_t>(lanes_.size()) == num_lanes_) {
-    return absl::FailedPreconditionError(absl::StrCat("all ", num_lanes_, " lanes are there"));
+    return absl::FailedPreconditionError(
+        absl::StrCat("the Follow call has all of its ", num_lanes_, " lanes"));
   }
   lanes_.push_back(std::move(lane));
   ++num_open_;
@@ -189,9 +190,9 @@ absl::StatusOr<std::span<std::byte>> Lanes::ClaimPlace(const LanePartReader& par
   const uint64_t size = array < to.places.size() ? to.places[array].size() : 0;
   if (offset > size || part.num_bytes() > size - offset || part.num_bytes() > to.unclaimed_bytes) {
     return absl::InvalidArgumentError(
-        absl::StrCat("a part of a lane is bytes ", offset, " to ", offset + part.num_bytes(),
-                     " of array ", array, " of command ", command, ", which has ", size, " bytes; ",
-                     to.unclaimed_bytes, " bytes of the command had not come before"));
+        absl::StrCat("a part of a lane has ", part.num_bytes(), " bytes from byte ", offset,
+                     " on of array ", array, " (", size, " bytes) of command ", command,
+                     ", all of which lacks ", to.unclaimed_bytes));
   }
   to.unclaimed_bytes -= part.num_bytes();
   ++to.num_copying;
@@ -235,33 +236,28 @@ absl::StatusOr<bool> Lanes::TakePart(const std::shared_ptr<Lane>& lane, grpc::By
 
 // --- Waking ------------------------------------------------------------------------------------
 
-std::shared_ptr<Lane> Lanes::TakeParked() {
-  const auto found = std::ranges::find_if(
-      parked_, [this](const Parked& parked)
-                   ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) { return parked.first <= last_known_; });
-  if (found == parked_.end()) return nullptr;
-  std::shared_ptr<Lane> lane = std::move(found->second);
-  parked_.erase(found);
-  return lane;
+std::vector<Lanes::Parked>::iterator Lanes::FindParked() {
+  return std::ranges::find_if(
+      parked_, [known = last_known_](const Parked& parked) { return parked.first <= known; });
 }
 
-bool Lanes::HasWork() {
-  return (!idle_.empty() && FindPart() != outgoing_.end()) ||
-         std::ranges::any_of(parked_, [this](const Parked& parked) ABSL_EXCLUSIVE_LOCKS_REQUIRED(
-                                          mu_) { return parked.first <= last_known_; });
-}
+bool Lanes::CanWrite() { return !idle_.empty() && FindPart() != outgoing_.end(); }
 
 void Lanes::Wake() {
   for (;;) {
     std::shared_ptr<Lane> reader, writer;
     {
       absl::MutexLock lock(&mu_);
-      const auto ready = [this]()
-                             ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) { return closed_ || HasWork(); };
+      const auto ready = [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+        return closed_ || CanWrite() || FindParked() != parked_.end();
+      };
       mu_.Await(absl::Condition(&ready));
       if (closed_) return;
-      reader = TakeParked();
-      if (!idle_.empty() && FindPart() != outgoing_.end()) {
+      if (const auto parked = FindParked(); parked != parked_.end()) {
+        reader = std::move(parked->second);
+        parked_.erase(parked);
+      }
+      if (CanWrite()) {
         // The one that has waited longest: all take their turns.
         writer = std::move(idle_.front());
         idle_.erase(idle_.begin());

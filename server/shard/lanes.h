@@ -89,7 +89,8 @@ class Lanes {
   // Waits for what is being copied.
   void Forget(uint64_t command);
 
-  // Tells all lanes to end, and forgets all commands. May be called again. Not from a lane.
+  // Tells all lanes to end, and forgets all commands. A second call returns at once, before the
+  // first may have. Not from a lane.
   void Close(const absl::Status& reason);
 
   // After Close(): waits until the lanes have ended, which takes as long as gRPC takes to give up a
@@ -143,8 +144,9 @@ class Lanes {
 
   void Wake();
   OutgoingMap::iterator FindPart() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  std::shared_ptr<Lane> TakeParked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  bool HasWork() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // The first whose command is known.
+  std::vector<Parked>::iterator FindParked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  bool CanWrite() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::StatusOr<std::span<std::byte>> ClaimPlace(const LanePartReader& part)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 

@@ -57,6 +57,7 @@ class ShardLeader::Impl final : public LeaderService {
   void ServeFollower(grpc::ServerContext* context, FollowStream* stream, int32_t number,
                      const std::shared_ptr<LeaderOutbox>& outbox, Lanes* lanes);
   absl::StatusOr<RemoteRank*> CheckJoin(const v1::FollowRequest& first) const;
+  absl::Status NotAFollower(int32_t rank) const;
   v1::Welcome Welcome() const;
   absl::StatusOr<std::shared_ptr<InProcessStore>> FindStore(uint64_t generation) const;
   void Watch();
@@ -96,8 +97,7 @@ absl::Status ShardLeader::Impl::Start() {
   builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
   builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, 100);
   builder.AddChannelArgument(GRPC_ARG_HTTP2_MAX_PING_STRIKES, 0);
-  // A connection that hangs is noticed as early as a follower that does; what it was sent is held
-  // until then.
+  // What a connection that hangs was sent is held until it is given up: after one to two of these.
   const auto silence = static_cast<int>(absl::ToInt64Milliseconds(SilenceLimit(options_.timeout)));
   builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIME_MS, silence);
   builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, silence);
@@ -166,11 +166,15 @@ absl::StatusOr<RemoteRank*> ShardLeader::Impl::CheckJoin(const v1::FollowRequest
   }
   const auto found = remote_.find(join.rank());
   if (found == remote_.end() || join.session() == 0) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("rank ", join.rank(), " is not a follower's; those are the ranks from ",
-                     remote_.begin()->first, " to ", remote_.rbegin()->first));
+    return NotAFollower(join.rank());
   }
   return found->second;
+}
+
+absl::Status ShardLeader::Impl::NotAFollower(int32_t rank) const {
+  return absl::InvalidArgumentError(
+      absl::StrCat("rank ", rank, " is not a follower's; those are the ranks from ",
+                   remote_.begin()->first, " to ", remote_.rbegin()->first));
 }
 
 v1::Welcome ShardLeader::Impl::Welcome() const {
@@ -238,7 +242,7 @@ absl::StatusOr<std::shared_ptr<Lanes>> ShardLeader::Impl::FindLanes(
     const v1::JoinLane& join) const {
   const auto found = remote_.find(join.rank());
   if (found != remote_.end()) return found->second->FindLanes(join);
-  return absl::InvalidArgumentError(absl::StrCat("rank ", join.rank(), " is not a follower's"));
+  return NotAFollower(join.rank());
 }
 
 absl::StatusOr<std::shared_ptr<InProcessStore>> ShardLeader::Impl::FindStore(

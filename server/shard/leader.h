@@ -1,12 +1,11 @@
 // The leader's end of its followers: a gRPC server of its own, on a port for followers alone.
 //
-//   1. A follower opens Follow and says which rank it is. Its RemoteRank is there from then on,
-//   with
-//      batches to get when it has opened its lanes as well.
+//   1. A follower opens Follow and says which rank it is, and its lanes when it gets batches. Its
+//      RemoteRank is there from then on.
 //   2. The owner is told, and connects the pool when all ranks are there (on its executor).
 //   3. Connecting, the follower finds the other ranks through SetRendezvous and GetRendezvous.
-//   4. A call that ends or is silent, or a lane that ends, takes its rank away: the group ends on
-//   all ranks, named.
+//   4. A call or a lane that ends, or a silent call, takes its rank away: the group ends on all
+//      ranks, named.
 //
 // Threads: gRPC's synchronous threads wait here, one a follower for as long as it is there, and one
 // for each rendezvous; one thread writes to each follower; one pings all. Lanes run on gRPC's

@@ -1,5 +1,7 @@
 #include "server/shard/leader_lane.h"
 
+#include <utility>
+
 #include "proto/wire/status.h"
 #include "spdlog/spdlog.h"
 

@@ -76,7 +76,7 @@ absl::StatusOr<std::shared_ptr<Lanes>> RemoteRank::FindLanes(const v1::JoinLane&
 
 void RemoteRank::Receive(const LeaderOutbox* from, const v1::FollowRequest& message) {
   ReplyDone done;
-  std::shared_ptr<Lanes> forget;
+  std::shared_ptr<Lanes> lanes;
   const v1::CommandReply& reply = message.reply();
   {
     absl::MutexLock lock(&mu_);
@@ -92,14 +92,16 @@ void RemoteRank::Receive(const LeaderOutbox* from, const v1::FollowRequest& mess
     }
     done = std::move(found->second.done);
     pending_.erase(found);
-    if (reply.code() != 0) forget = lanes_;
+    lanes = lanes_;
   }
-  if (forget != nullptr) forget->Forget(reply.id());
+  // An answer that came before its arrays were sent: their memory is given back now.
+  if (lanes != nullptr) lanes->Forget(reply.id());
   done(StatusFromReply(reply), reply);
 }
 
 void RemoteRank::ArraysArrived(uint64_t command) {
   Pending pending;
+  std::shared_ptr<Lanes> lanes;
   {
     absl::MutexLock lock(&mu_);
     const auto found = pending_.find(command);
@@ -108,7 +110,9 @@ void RemoteRank::ArraysArrived(uint64_t command) {
     if (!found->second.reply.has_value()) return;
     pending = std::move(found->second);
     pending_.erase(found);
+    lanes = lanes_;
   }
+  if (lanes != nullptr) lanes->Forget(command);
   pending.done(absl::OkStatus(), *pending.reply);
 }
 

@@ -64,7 +64,7 @@ class RemoteRank final : public Rank {
   // Pings, and detaches a call that has been silent. Called several times a silence limit.
   void Tick();
 
-  // Bytes of the batches on their way, of a rank that gets their hidden states.
+  // Bytes of the batches that it has been given and not answered.
   int64_t batch_bytes() const { return batch_bytes_; }
 
   // The follower's side of GetServerInfo; nothing while none has ever been there.

@@ -157,8 +157,9 @@ Lanes::Arrays HiddenStatesOf(std::span<const ChunkRows> chunks) {
 Lanes::Places GradientsOf(std::span<const ChunkRows> chunks) {
   Lanes::Places places;
   for (const ChunkRows& chunk : chunks) {
-    const std::span<const std::byte> bytes = BytesOf(chunk.grad_hidden_states);
-    places.emplace_back(const_cast<std::byte*>(bytes.data()), bytes.size());
+    const MatrixView& grad = chunk.grad_hidden_states;
+    const int64_t bytes = grad.data == nullptr ? 0 : grad.size_bytes();
+    places.emplace_back(static_cast<std::byte*>(grad.data), static_cast<size_t>(bytes));
     places.emplace_back();
   }
   return places;

@@ -2,13 +2,18 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <signal.h>
 
+#include <algorithm>
 #include <memory>
 #include <random>
+#include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
 #include "proto/types/limits.h"
 #include "tests/e2e/service_fixture.h"
 #include "tests/fault/chaos_proxy.h"
@@ -153,7 +158,7 @@ TEST_F(ShardLaneTest, LanesThatAreCutCostAStepAndNothingElse) {
 }
 
 // What gRPC still holds of a batch that a hanging follower does not take costs the step's error no
-// time, nor the server's end.
+// time.
 TEST_F(ShardLaneTest, AFollowerThatHangsWithFullLanesEndsTheStepInTime) {
   shape_ = VeryWideShape();
   ASSERT_NO_FATAL_FAILURE(Start(nullptr));

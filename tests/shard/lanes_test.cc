@@ -6,6 +6,7 @@
 #include <grpcpp/grpcpp.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <map>
@@ -13,6 +14,7 @@
 #include <random>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -99,6 +101,17 @@ class LanesTest : public ::testing::TestWithParam<int> {
     const absl::Time deadline = absl::Now() + kPatience;
     while (!leader_->complete() && absl::Now() < deadline) absl::SleepFor(absl::Milliseconds(1));
     ASSERT_TRUE(leader_->complete());
+  }
+
+  // What the server answers to a call with this as its first message.
+  grpc::Status EndOfCallThatSends(const v1::LaneRequest& first) {
+    const auto stub = v1::ShardService::NewStub(server_.NewChannel());
+    grpc::ClientContext context;
+    const auto stream = stub->Lane(&context);
+    stream->Write(first);
+    v1::LaneResponse answer;
+    EXPECT_FALSE(stream->Read(&answer));
+    return stream->Finish();
   }
 
   const int num_lanes_ = GetParam();
@@ -255,6 +268,8 @@ TEST_P(LanesTest, ClosingAnswersWhatIsExpectedAndEndsTheOtherEnd) {
   auto sent = std::make_unique<std::vector<Array>>(1);
   sent->front().resize(32 << 20);
   auto expected = std::make_unique<Arrival>(*sent);
+  Arrival at_follower(*sent);
+  at_follower.ExpectAt(follower_.get(), 1);
   leader_->Send(1, ArraysOf(*sent), nullptr);
   expected->ExpectAt(leader_.get(), 1);
   leader_->Close(absl::AbortedError("enough"));
@@ -271,6 +286,8 @@ TEST_P(LanesTest, ClosingAnswersWhatIsExpectedAndEndsTheOtherEnd) {
   EXPECT_EQ(late.status.code(), absl::StatusCode::kUnavailable);
   leader_->Send(2, {}, nullptr);
   leader_->Forget(2);
+  follower_->Close(absl::CancelledError("the test ends"));
+  EXPECT_TRUE(at_follower.arrived.HasBeenNotified());
 }
 
 // By two threads at once, of a command whose part is being copied.
@@ -298,39 +315,25 @@ TEST_P(LanesTest, AServerThatEndsLosesThem) {
 
 TEST_P(LanesTest, ALaneTooManyIsRefused) {
   ASSERT_NO_FATAL_FAILURE(OpenAll());
-  const auto stub = v1::ShardService::NewStub(server_.NewChannel());
-  grpc::ClientContext context;
-  const auto stream = stub->Lane(&context);
-  v1::LaneRequest message;
-  message.mutable_join()->set_call(1);
-  ASSERT_TRUE(stream->Write(message));
-  v1::LaneResponse answer;
-  EXPECT_FALSE(stream->Read(&answer));
-  const grpc::Status status = stream->Finish();
+  v1::LaneRequest first;
+  first.mutable_join()->set_call(1);
+  const grpc::Status status = EndOfCallThatSends(first);
   EXPECT_EQ(status.error_code(), grpc::StatusCode::FAILED_PRECONDITION);
-  EXPECT_EQ(status.error_message(), absl::StrCat("all ", num_lanes_, " lanes are there"));
+  EXPECT_EQ(status.error_message(),
+            absl::StrCat("the Follow call has all of its ", num_lanes_, " lanes"));
   EXPECT_FALSE(leader_lost_.HasBeenNotified());
 }
 
 TEST_P(LanesTest, StrangersAreRefusedAndLoseNothing) {
-  const auto refusal = [this](const v1::LaneRequest& first) {
-    const auto stub = v1::ShardService::NewStub(server_.NewChannel());
-    grpc::ClientContext context;
-    const auto stream = stub->Lane(&context);
-    stream->Write(first);
-    v1::LaneResponse answer;
-    EXPECT_FALSE(stream->Read(&answer));
-    return stream->Finish();
-  };
   v1::LaneRequest first;
-  EXPECT_EQ(refusal(first).error_code(), grpc::StatusCode::INVALID_ARGUMENT);
+  EXPECT_EQ(EndOfCallThatSends(first).error_code(), grpc::StatusCode::INVALID_ARGUMENT);
   first.mutable_part()->set_data("x");
-  EXPECT_EQ(refusal(first).error_code(), grpc::StatusCode::INVALID_ARGUMENT);
+  EXPECT_EQ(EndOfCallThatSends(first).error_code(), grpc::StatusCode::INVALID_ARGUMENT);
   first.mutable_join()->set_call(7);
-  EXPECT_EQ(refusal(first).error_message(), "no call 7");
+  EXPECT_EQ(EndOfCallThatSends(first).error_message(), "no call 7");
   server_.set_admitted(absl::PermissionDeniedError("not a rank"));
   first.mutable_join()->set_call(1);
-  EXPECT_EQ(refusal(first).error_code(), grpc::StatusCode::PERMISSION_DENIED);
+  EXPECT_EQ(EndOfCallThatSends(first).error_code(), grpc::StatusCode::PERMISSION_DENIED);
   server_.set_admitted(absl::OkStatus());
   ASSERT_NO_FATAL_FAILURE(OpenAll());
   EXPECT_FALSE(leader_lost_.HasBeenNotified());
@@ -377,14 +380,18 @@ class BadPartTest : public LanesTest {
 
 INSTANTIATE_TEST_SUITE_P(, BadPartTest, ::testing::Values(1));
 
-TEST_P(BadPartTest, OfAnArrayThatIsNotThere) { ExpectLost(Part(3, 0, 10), "of array 3"); }
-TEST_P(BadPartTest, OfAnEmptyArray) { ExpectLost(Part(1, 0, 1), "which has 0 bytes"); }
-TEST_P(BadPartTest, BeyondTheEnd) { ExpectLost(Part(0, 100, 1), "bytes 100 to 101 of array 0"); }
-TEST_P(BadPartTest, OverTheEnd) { ExpectLost(Part(2, 40, 11), "bytes 40 to 51 of array 2"); }
+TEST_P(BadPartTest, OfAnArrayThatIsNotThere) { ExpectLost(Part(3, 0, 10), "of array 3 (0 bytes)"); }
+TEST_P(BadPartTest, OfAnEmptyArray) { ExpectLost(Part(1, 0, 1), "of array 1 (0 bytes)"); }
+TEST_P(BadPartTest, BeyondTheEnd) {
+  ExpectLost(Part(0, 100, 1), "1 bytes from byte 100 on of array 0 (100 bytes)");
+}
+TEST_P(BadPartTest, OverTheEnd) {
+  ExpectLost(Part(2, 40, 11), "11 bytes from byte 40 on of array 2 (50 bytes)");
+}
 TEST_P(BadPartTest, FarBeyondTheEnd) { ExpectLost(Part(0, ~uint64_t{0}, 2), "of array 0"); }
 TEST_P(BadPartTest, SentTwice) {
   num_written_ = 80;
-  ExpectLost(Part(0, 0, 80), "; 70 bytes of the command");
+  ExpectLost(Part(0, 0, 80), "lacks 70");
 }
 TEST_P(BadPartTest, WithoutData) { ExpectLost(Part(0, 0, 0), "ends before its data"); }
 
