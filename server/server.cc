@@ -268,11 +268,11 @@ absl::Status Server::Impl::MakeSlots() {
   if (hardware_.kind == BackendKind::kCuda) {
     absl::Status status =
         PinHostMemory(hardware_.devices.front().number, slots_->data(), slots_->size_bytes());
-    if (!status.ok()) {
-      return absl::Status(status.code(),
-                          absl::StrCat("staging slots: ", status.message(),
-                                       "; lower --staging_slots or raise `ulimit -l`"));
+    if (absl::IsResourceExhausted(status)) {
+      return absl::ResourceExhaustedError(
+          absl::StrCat("staging slots: ", status.message(), " or lower --staging_slots"));
     }
+    if (!status.ok()) return status;
     pinned_ = true;
   }
   const int32_t max_streams =

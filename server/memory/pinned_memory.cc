@@ -9,8 +9,9 @@ namespace {
 
 absl::Status NotPinned(int64_t bytes, cudaError_t error) {
   cudaGetLastError();  // Reported here, not by a later launch.
-  return absl::ResourceExhaustedError(absl::StrCat(
-      "the system did not pin ", bytes, " bytes of host memory (", cudaGetErrorString(error), ")"));
+  return absl::ResourceExhaustedError(
+      absl::StrCat("the system did not pin ", bytes, " bytes of host memory (",
+                   cudaGetErrorString(error), "); raise `ulimit -l`"));
 }
 
 bool IsNoGpu(cudaError_t error) {

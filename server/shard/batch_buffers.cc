@@ -19,7 +19,7 @@ namespace {
 // Blocks are whole multiples of this, so that batches of nearly the same size share them.
 constexpr int64_t kGranularity = 1 << 20;
 
-constexpr char kRemedy[] = "; lower the leader's --batch_tokens or --chunk_bytes_max";
+constexpr char kRemedy[] = " lower the leader's --batch_tokens or --chunk_bytes_max";
 
 // A mapping of the process.
 class Block {
@@ -34,11 +34,12 @@ class Block {
     }
     std::unique_ptr<Block> block(new Block(data, bytes));
     if (!device.has_value()) return block;
-    if (absl::Status status = PinHostMemory(*device, data, bytes); !status.ok()) {
-      return absl::Status(status.code(),
-                          absl::StrCat("a batch of ", bytes, " bytes: ", status.message(), kRemedy,
-                                       ", or raise this follower's `ulimit -l`"));
+    const absl::Status status = PinHostMemory(*device, data, bytes);
+    if (absl::IsResourceExhausted(status)) {
+      return absl::ResourceExhaustedError(
+          absl::StrCat("a batch of ", bytes, " bytes: ", status.message(), " or", kRemedy));
     }
+    if (!status.ok()) return status;
     block->pinned_for_ = device;
     return block;
   }
