@@ -29,8 +29,8 @@ class Block {
                             MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (data == MAP_FAILED) {
       return absl::ResourceExhaustedError(absl::StrCat("the system gave no memory for a batch of ",
-                                                       bytes, " bytes (", std::strerror(errno), ")",
-                                                       kRemedy));
+                                                       bytes, " bytes (", std::strerror(errno),
+                                                       ");", kRemedy));
     }
     std::unique_ptr<Block> block(new Block(data, bytes));
     if (!device.has_value()) return block;
