@@ -98,15 +98,29 @@ class BatchBuffers::Pool {
   std::vector<std::unique_ptr<Block>> free_ ABSL_GUARDED_BY(mu_);
 };
 
+// Gives the block back at its end.
+class BatchBuffers::Lease {
+ public:
+  Lease(std::shared_ptr<Pool> pool, std::unique_ptr<Block> block)
+      : pool_(std::move(pool)), block_(std::move(block)) {}
+  ~Lease() { pool_->Return(std::move(block_)); }
+  Lease(const Lease&) = delete;
+  Lease& operator=(const Lease&) = delete;
+
+  std::byte* data() const { return block_->data(); }
+
+ private:
+  const std::shared_ptr<Pool> pool_;
+  std::unique_ptr<Block> block_;
+};
+
 BatchBuffers::BatchBuffers(std::optional<int> device) : pool_(std::make_shared<Pool>(device)) {}
 
 absl::StatusOr<std::shared_ptr<std::byte>> BatchBuffers::Take(int64_t bytes) {
   absl::StatusOr<std::unique_ptr<Block>> block = pool_->Take(bytes);
   if (!block.ok()) return block.status();
-  std::byte* const data = (*block)->data();
-  return std::shared_ptr<std::byte>(data, [pool = pool_, owned = block->release()](std::byte*) {
-    pool->Return(std::unique_ptr<Block>(owned));
-  });
+  const auto lease = std::make_shared<Lease>(pool_, *std::move(block));
+  return std::shared_ptr<std::byte>(lease, lease->data());
 }
 
 }  // namespace lmhead

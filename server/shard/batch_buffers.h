@@ -26,6 +26,7 @@ class BatchBuffers {
 
  private:
   class Pool;
+  class Lease;
   const std::shared_ptr<Pool> pool_;
 };
 

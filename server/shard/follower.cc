@@ -259,7 +259,7 @@ absl::Status Follower::Impl::Run() {
   std::string last;
   while (!stopping()) {
     const absl::Time started = absl::Now();
-    const absl::Status status = FollowOnce();
+    absl::Status status = FollowOnce();
     if (stopping()) break;
     if (IsFatal(status)) return status;
     if (absl::Now() - started > kLongestPause) pause = kFirstPause;
@@ -530,7 +530,7 @@ absl::Status Follower::Impl::StartBatch(const std::shared_ptr<v1::Command>& comm
     if (compute.writes_outputs()) answer.lanes->Forget(answer.id);
     return read.status();
   }
-  const std::shared_ptr<FollowerBatch> batch = *read;
+  const std::shared_ptr<FollowerBatch>& batch = *read;
   const BatchInput input = {.recipe = batch->recipe.get(),
                             .mode = batch->mode,
                             .chunks = batch->chunks,
