@@ -69,7 +69,7 @@ absl::StatusOr<double> InProcessHead::Time(int64_t num_tokens) {
                               .mode = BackwardMode::kHiddenAndWeight,
                               .chunks = {&chunk, 1},
                               .outputs = {.grad_hidden_states = true}};
-    backend_->ComputeBatch(input, [&](absl::StatusOr<BatchOutput> output) {
+    backend_->ComputeBatch(input, [&](const absl::StatusOr<BatchOutput>& output) {
       const absl::MutexLock lock(&mu);
       ++num_done;
       failure.Update(output.status());

@@ -42,7 +42,7 @@ absl::StatusOr<bool> LeaderLane::Join(grpc::ByteBuffer* message) {
   if (!join.ok()) return join.status();
   absl::StatusOr<std::shared_ptr<Lanes>> lanes = options_.find_lanes(*join);
   if (!lanes.ok()) return lanes.status();
-  const absl::StatusOr<bool> is_last = (*lanes)->Add(self());
+  absl::StatusOr<bool> is_last = (*lanes)->Add(self());
   if (is_last.ok()) SetLanes(*std::move(lanes));
   return is_last;
 }

@@ -22,7 +22,6 @@
 namespace lmhead {
 namespace {
 
-using ::testing::AnyOf;
 using ::testing::EndsWith;
 using ::testing::HasSubstr;
 using ::testing::Not;
