@@ -117,8 +117,15 @@ class LaneStream : public Reactor, public Lane {
 
   // The last thing that a reactor does; *this may be gone then.
   void Done() {
-    Lanes* const lanes = lanes_.get();
-    self_ = nullptr;
+    Lanes* lanes = nullptr;
+    std::shared_ptr<Lane> self;  // Dropped without the lock, which goes with it.
+    {
+      // Behind the reactions that ran on other threads.
+      absl::MutexLock lock(&mu_);
+      lanes = lanes_.get();
+      self = std::move(self_);
+    }
+    self = nullptr;
     if (lanes != nullptr) lanes->Leave();
   }
 
