@@ -223,7 +223,7 @@ void ShardLeader::Impl::ServeFollower(grpc::ServerContext* context, FollowStream
   });
   if (rank.session() != 0) options_.request_connect();  // Otherwise its last lane asks.
   v1::FollowRequest message;
-  while (stream->Read(&message)) rank.Receive(outbox.get(), message);
+  while (stream->Read(&message)) rank.Receive(outbox.get(), &message);
   const absl::Status loss = lanes == nullptr ? absl::OkStatus() : lanes->loss();
   rank.Detach(outbox.get(), loss.ok() ? FollowerIsGone() : loss);
   outbox->Close();

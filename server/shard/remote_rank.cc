@@ -74,20 +74,20 @@ absl::StatusOr<std::shared_ptr<Lanes>> RemoteRank::FindLanes(const v1::JoinLane&
       absl::StrCat("rank ", rank_, " has no Follow call ", join.call(), " with lanes"));
 }
 
-void RemoteRank::Receive(const LeaderOutbox* from, const v1::FollowRequest& message) {
+void RemoteRank::Receive(const LeaderOutbox* from, v1::FollowRequest* message) {
   ReplyDone done;
   std::shared_ptr<Lanes> lanes;
-  const v1::CommandReply& reply = message.reply();
+  const v1::CommandReply& reply = message->reply();
   {
     absl::MutexLock lock(&mu_);
     if (outbox_.get() != from) return;
     last_heard_ = absl::Now();
-    if (message.has_state()) memory_ = message.state().memory();
-    if (!message.has_reply()) return;
+    if (message->has_state()) memory_ = message->state().memory();
+    if (!message->has_reply()) return;
     const auto found = pending_.find(reply.id());
     if (found == pending_.end()) return;
     if (found->second.awaits_arrays && reply.code() == 0) {
-      found->second.reply = reply;
+      found->second.reply = std::move(*message->mutable_reply());
       return;
     }
     done = std::move(found->second.done);

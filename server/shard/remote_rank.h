@@ -56,8 +56,8 @@ class RemoteRank final : public Rank {
                       std::shared_ptr<LeaderOutbox> outbox, std::shared_ptr<Lanes> lanes);
   // The lanes that this one is of. FAILED_PRECONDITION when it is not of the call that is attached.
   absl::StatusOr<std::shared_ptr<Lanes>> FindLanes(const v1::JoinLane& join);
-  // From that call. Nothing when it is not attached any more.
-  void Receive(const LeaderOutbox* from, const v1::FollowRequest& message);
+  // From that call. Nothing when it is not attached any more. Takes what it keeps of the message.
+  void Receive(const LeaderOutbox* from, v1::FollowRequest* message);
   // The rank is away, with a reason.
   void Detach(const LeaderOutbox* from, const absl::Status& reason);
 
