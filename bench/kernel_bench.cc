@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <cstring>
 #include <random>
 #include <span>
 #include <utility>
@@ -16,7 +17,7 @@
 #include "server/compute/cuda_backend.h"
 #include "server/compute/cuda_status.h"
 #include "server/memory/device_arena.h"
-#include "server/memory/pinned_memory.h"
+#include "server/memory/host_block.h"
 
 namespace lmhead::bench {
 namespace {
@@ -33,6 +34,14 @@ std::vector<uint16_t> RandomBFloat16(int64_t count, float std) {
   std::vector<uint16_t> values(static_cast<size_t>(count));
   for (uint16_t& value : values) value = FloatToBFloat16(normal(random));
   return values;
+}
+
+std::unique_ptr<HostBlock> RandomHiddenStates(const KernelShape& shape) {
+  const std::vector<uint16_t> values = RandomBFloat16(shape.rows * shape.hidden_size, 1.0f);
+  const size_t num_bytes = values.size() * sizeof(uint16_t);
+  auto block = HostBlock::Map(static_cast<int64_t>(num_bytes)).value();
+  std::memcpy(block->data(), values.data(), num_bytes);
+  return block;
 }
 
 }  // namespace
@@ -166,8 +175,8 @@ absl::StatusOr<ProductTimes> BareProducts::TimeEach(int num_runs) {
 // ask for. All arrays are of the same numbers in every run.
 struct StagedRows {
   StagedRows(const KernelShape& shape, int32_t top_k)
-      : hidden(RandomBFloat16(shape.rows * shape.hidden_size, 1.0f)),
-        teacher_hidden(RandomBFloat16(shape.rows * shape.hidden_size, 1.0f)),
+      : hidden(RandomHiddenStates(shape)),
+        teacher_hidden(RandomHiddenStates(shape)),
         targets(static_cast<size_t>(shape.rows)),
         ones(static_cast<size_t>(shape.rows), 1.0f),
         logprobs(static_cast<size_t>(shape.rows), -12.0f),
@@ -185,20 +194,13 @@ struct StagedRows {
       topk_logprobs[i] = -std::log(static_cast<float>(top_k) + 1.0f);
     }
   }
-  ~StagedRows() {
-    UnpinHostMemory(kDevice, hidden.data());
-    UnpinHostMemory(kDevice, teacher_hidden.data());
-  }
   absl::Status Pin() {
-    for (std::vector<uint16_t>* rows : {&hidden, &teacher_hidden}) {
-      LMHEAD_RETURN_IF_ERROR(PinHostMemory(kDevice, rows->data(),
-                                           static_cast<int64_t>(rows->size() * sizeof(uint16_t))));
-    }
-    return absl::OkStatus();
+    LMHEAD_RETURN_IF_ERROR(hidden->Pin(kDevice));
+    return teacher_hidden->Pin(kDevice);
   }
 
-  std::vector<uint16_t> hidden;
-  std::vector<uint16_t> teacher_hidden;
+  const std::unique_ptr<HostBlock> hidden;  // bfloat16.
+  const std::unique_ptr<HostBlock> teacher_hidden;
   std::vector<int32_t> targets;
   std::vector<float> ones;
   std::vector<float> logprobs;
@@ -273,12 +275,12 @@ absl::Status TimedHead::Impl::Init(const HeadSpec& options) {
 ChunkRows TimedHead::Impl::ChunkOf(const BatchWork& work) const {
   const LossRecipe& recipe = work.recipe;
   ChunkRows chunk = {
-      .hidden_states = {rows->hidden.data(), shape.rows, shape.hidden_size, DType::kBFloat16},
+      .hidden_states = {rows->hidden->data(), shape.rows, shape.hidden_size, DType::kBFloat16},
       .targets = rows->targets,
-      .grad_hidden_states = {answers->hidden.data(), shape.rows, shape.hidden_size,
+      .grad_hidden_states = {answers->hidden->data(), shape.rows, shape.hidden_size,
                              DType::kBFloat16}};
   if (recipe.has_teacher_head()) {
-    chunk.teacher_hidden_states = {rows->teacher_hidden.data(), shape.rows, shape.hidden_size,
+    chunk.teacher_hidden_states = {rows->teacher_hidden->data(), shape.rows, shape.hidden_size,
                                    DType::kBFloat16};
   }
   const auto entries = static_cast<size_t>(shape.rows * recipe.teacher_top_k());

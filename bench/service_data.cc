@@ -29,13 +29,13 @@ std::vector<std::byte> Noise(int64_t num_elements, DType dtype) {
 RandomRows::RandomRows(int64_t num_rows, int64_t hidden_size, DType dtype, int64_t vocab_size)
     : hidden_size_(hidden_size),
       dtype_(dtype),
-      hidden_(static_cast<size_t>(num_rows * hidden_size * BytesPerElement(dtype))),
+      hidden_(HostBlock::Map(num_rows * hidden_size * BytesPerElement(dtype)).value()),
       targets_(static_cast<size_t>(num_rows)) {
   const std::vector<std::byte> noise =
       Noise(std::min(num_rows * hidden_size, kNoiseElements), dtype);
-  for (size_t start = 0; start < hidden_.size(); start += noise.size()) {
-    std::memcpy(hidden_.data() + start, noise.data(),
-                std::min(noise.size(), hidden_.size() - start));
+  const auto num_bytes = static_cast<size_t>(hidden_->size_bytes());
+  for (size_t start = 0; start < num_bytes; start += noise.size()) {
+    std::memcpy(hidden_->data() + start, noise.data(), std::min(noise.size(), num_bytes - start));
   }
   std::minstd_rand random(2);
   for (int32_t& target : targets_) {

@@ -5,10 +5,13 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "proto/types/tensor_view.h"
+#include "server/memory/host_block.h"
 
 namespace lmhead::bench {
 
@@ -19,20 +22,20 @@ class RandomRows {
   RandomRows(int64_t num_rows, int64_t hidden_size, DType dtype, int64_t vocab_size);
 
   ConstMatrixView hidden_states(int64_t num_rows) const {
-    return {hidden_.data(), num_rows, hidden_size_, dtype_};
+    return {hidden_->data(), num_rows, hidden_size_, dtype_};
   }
   std::span<const int32_t> targets(int64_t num_rows) const {
     return {targets_.data(), static_cast<size_t>(num_rows)};
   }
 
-  // All hidden states; for pinning them.
-  void* data() { return hidden_.data(); }
-  int64_t size_bytes() const { return static_cast<int64_t>(hidden_.size()); }
+  // The hidden states, as HostBlock::Pin().
+  absl::Status Pin(int device) { return hidden_->Pin(device); }
+  int64_t size_bytes() const { return hidden_->size_bytes(); }
 
  private:
   const int64_t hidden_size_;
   const DType dtype_;
-  std::vector<std::byte> hidden_;
+  const std::unique_ptr<HostBlock> hidden_;
   std::vector<int32_t> targets_;
 };
 

@@ -8,7 +8,6 @@
 #include "absl/time/time.h"
 #include "server/compute/cpu_backend.h"
 #include "server/compute/cuda_backend.h"
-#include "server/memory/pinned_memory.h"
 
 namespace lmhead::bench {
 namespace {
@@ -21,14 +20,7 @@ InProcessHead::InProcessHead(const HeadSpec& spec, DType hidden_dtype)
     : spec_(spec),
       hidden_dtype_(hidden_dtype),
       rows_(spec.batch_tokens, spec.hidden_size, hidden_dtype, spec.vocab_size),
-      grad_hidden_states_(static_cast<size_t>(rows_.size_bytes())) {}
-
-InProcessHead::~InProcessHead() {
-  backend_.reset();
-  if (!pinned_) return;
-  UnpinHostMemory(kDevice, rows_.data());
-  UnpinHostMemory(kDevice, grad_hidden_states_.data());
-}
+      grad_hidden_states_(HostBlock::Map(rows_.size_bytes()).value()) {}
 
 absl::StatusOr<std::unique_ptr<InProcessHead>> InProcessHead::Create(const HeadSpec& spec,
                                                                      DType hidden_dtype,
@@ -45,9 +37,8 @@ absl::Status InProcessHead::Init(BackendKind backend) {
   if (!created.ok()) return created.status();
   backend_ = *std::move(created);
   if (backend == BackendKind::kCpu) return absl::OkStatus();
-  pinned_ = true;
-  absl::Status status = PinHostMemory(kDevice, rows_.data(), rows_.size_bytes());
-  status.Update(PinHostMemory(kDevice, grad_hidden_states_.data(), rows_.size_bytes()));
+  absl::Status status = rows_.Pin(kDevice);
+  status.Update(grad_hidden_states_->Pin(kDevice));
   return status;
 }
 
@@ -63,7 +54,7 @@ absl::StatusOr<double> InProcessHead::Time(int64_t num_tokens) {
     // Batches share the place for their gradients: nobody reads it.
     const ChunkRows chunk = {.hidden_states = rows_.hidden_states(num_rows),
                              .targets = rows_.targets(num_rows),
-                             .grad_hidden_states = {grad_hidden_states_.data(), num_rows,
+                             .grad_hidden_states = {grad_hidden_states_->data(), num_rows,
                                                     spec_.hidden_size, hidden_dtype_}};
     const BatchInput input = {.recipe = &recipe,
                               .mode = BackwardMode::kHiddenAndWeight,

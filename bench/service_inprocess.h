@@ -3,16 +3,15 @@
 #ifndef LMHEAD_BENCH_SERVICE_INPROCESS_H_
 #define LMHEAD_BENCH_SERVICE_INPROCESS_H_
 
-#include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <vector>
 
 #include "absl/status/statusor.h"
 #include "bench/service_data.h"
 #include "proto/types/head_spec.h"
 #include "server/compute/backend.h"
 #include "server/memory/arena.h"
+#include "server/memory/host_block.h"
 #include "server/memory/memory_plan.h"
 
 namespace lmhead::bench {
@@ -25,7 +24,6 @@ class InProcessHead {
   static absl::StatusOr<std::unique_ptr<InProcessHead>> Create(const HeadSpec& spec,
                                                                DType hidden_dtype,
                                                                BackendKind backend);
-  ~InProcessHead();
   InProcessHead(const InProcessHead&) = delete;
   InProcessHead& operator=(const InProcessHead&) = delete;
 
@@ -40,8 +38,7 @@ class InProcessHead {
   const HeadSpec spec_;
   const DType hidden_dtype_;
   RandomRows rows_;
-  std::vector<std::byte> grad_hidden_states_;
-  bool pinned_ = false;
+  const std::unique_ptr<HostBlock> grad_hidden_states_;
   MemoryAccount account_;
   std::unique_ptr<ComputeBackend> backend_;  // After what its batches touch.
 };

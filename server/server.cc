@@ -24,7 +24,6 @@
 #include "server/head/step_watchdog.h"
 #include "server/memory/budget.h"
 #include "server/memory/cuda_layout.h"
-#include "server/memory/pinned_memory.h"
 #include "server/memory/staging_pool.h"
 #include "server/memory/system_memory.h"
 #include "server/metrics/metrics.h"
@@ -166,7 +165,6 @@ class Server::Impl {
   Metrics metrics_;
   MemoryBudget budget_;
   std::unique_ptr<StagingPool> slots_;
-  bool pinned_ = false;
   std::unique_ptr<StreamSet> streams_;
   std::unique_ptr<Executor> executor_;
   std::unique_ptr<RankGroup> ranks_;
@@ -261,20 +259,12 @@ void Server::Impl::SaveHeads() {
 }
 
 absl::Status Server::Impl::MakeSlots() {
-  absl::StatusOr<std::unique_ptr<StagingPool>> slots =
-      StagingPool::Create(config_.staging_slots, StagingSlotBytes(config_.chunk_bytes_max));
+  std::optional<int> pinned_for;
+  if (hardware_.kind == BackendKind::kCuda) pinned_for = hardware_.devices.front().number;
+  absl::StatusOr<std::unique_ptr<StagingPool>> slots = StagingPool::Create(
+      config_.staging_slots, StagingSlotBytes(config_.chunk_bytes_max), pinned_for);
   if (!slots.ok()) return slots.status();
   slots_ = *std::move(slots);
-  if (hardware_.kind == BackendKind::kCuda) {
-    absl::Status status =
-        PinHostMemory(hardware_.devices.front().number, slots_->data(), slots_->size_bytes());
-    if (absl::IsResourceExhausted(status)) {
-      return absl::ResourceExhaustedError(
-          absl::StrCat("staging slots: ", status.message(), " or lower --staging_slots"));
-    }
-    if (!status.ok()) return status;
-    pinned_ = true;
-  }
   const int32_t max_streams =
       config_.max_streams == 0 ? config_.staging_slots : config_.max_streams;
   streams_ = std::make_unique<StreamSet>(max_streams, config_.staging_slots, NumPumpThreads());
@@ -662,7 +652,6 @@ Server::Impl::~Impl() {
   ranks_.reset();
   if (slots_ != nullptr) AwaitSlots();
   streams_.reset();
-  if (pinned_) UnpinHostMemory(hardware_.devices.front().number, slots_->data());
 }
 
 // --- Server ---

@@ -33,11 +33,11 @@ constexpr int kComputeCapabilityMin = 8;
 constexpr int64_t kStagingBytesMin = int64_t{16} << 20;
 
 // `given` in device memory, by way of `staged` where it is in host memory; null for a group of one.
-absl::Status OnDevice(Collective* given, int64_t staging_bytes, std::unique_ptr<Collective>* staged,
-                      Collective** on_device) {
+absl::Status OnDevice(Collective* given, int64_t staging_bytes, int device,
+                      std::unique_ptr<Collective>* staged, Collective** on_device) {
   *on_device = given;
   if (given == nullptr || given->memory() == Collective::Memory::kDevice) return absl::OkStatus();
-  auto made = StageOnHost(given, staging_bytes);
+  auto made = StageOnHost(given, staging_bytes, device);
   if (!made.ok()) return made.status();
   *staged = *std::move(made);
   *on_device = staged->get();
@@ -121,8 +121,9 @@ absl::Status CudaBackend::InitExchange() {
       cudaEventCreateWithFlags(&head_.grad_hidden_free, cudaEventDisableTiming));
   const int64_t gathered = (head_.ranks.num_ranks + 1) * CudaExchangedBytes(head_.spec, head_.plan);
   LMHEAD_RETURN_IF_ERROR(OnDevice(head_.ranks.collective, std::max(gathered, kStagingBytesMin),
-                                  &head_.staged, &head_.collective));
-  return OnDevice(head_.ranks.peers, kStagingBytesMin, &head_.staged_peers, &head_.peers);
+                                  head_.device, &head_.staged, &head_.collective));
+  return OnDevice(head_.ranks.peers, kStagingBytesMin, head_.device, &head_.staged_peers,
+                  &head_.peers);
 }
 
 // Full batches first, then halves of them, as long as it pays.

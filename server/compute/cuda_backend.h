@@ -44,7 +44,7 @@ absl::StatusOr<CudaDevice> DescribeCudaDevice(int device);
 // large head; what was chosen is logged. RESOURCE_EXHAUSTED when the device has no room for the
 // plan, UNAVAILABLE as CudaAvailable. `account` must outlive the backend. ComputeBatch of the
 // result waits while kCudaBatchesInFlight batches are under way. Rows in memory that is not pinned
-// (server/memory/pinned_memory.h) are correct, but make it wait for their copies.
+// (server/memory/host_block.h) are correct, but make it wait for their copies.
 //
 // With several ranks, this is one of them: it has the rows of ShardRange() alone, and every rank
 // gets the same batches in the same order. A collective in host memory is staged through pinned

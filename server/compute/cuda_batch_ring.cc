@@ -124,10 +124,11 @@ absl::StatusOr<std::unique_ptr<CudaBatchRing>> CudaBatchRing::Create(
   auto ring =
       std::unique_ptr<CudaBatchRing>(new CudaBatchRing(device, streams, collective, first_error));
   const int64_t batch_bytes = batch_tokens * (kRowInputBytes + kRowPolicyBytes + kRowLossBytes);
-  auto pinned = PinnedBlock::Create(kCudaBatchesInFlight * batch_bytes);
+  auto pinned = HostBlock::Map(kCudaBatchesInFlight * batch_bytes);
   if (!pinned.ok()) return pinned.status();
+  LMHEAD_RETURN_IF_ERROR((*pinned)->Pin(device));
   ring->pinned_ = *std::move(pinned);
-  auto* next = static_cast<std::byte*>(ring->pinned_->data());
+  std::byte* next = ring->pinned_->data();
   const auto take = [&](int64_t row_bytes) {
     return std::exchange(next, next + batch_tokens * row_bytes);
   };

@@ -24,7 +24,7 @@
 #include "server/compute/backend.h"
 #include "server/compute/collective.h"
 #include "server/memory/cuda_layout.h"
-#include "server/memory/pinned_memory.h"
+#include "server/memory/host_block.h"
 
 namespace lmhead {
 
@@ -125,7 +125,7 @@ class CudaBatchRing {
   const CudaStreams* const streams_;
   Collective* const collective_;
   FirstError* const first_error_;
-  std::unique_ptr<PinnedBlock> pinned_;
+  std::unique_ptr<HostBlock> pinned_;
   std::array<CudaBatch, kCudaBatchesInFlight> batches_;
   int next_ = 0;  // Of Begin's caller.
   absl::Mutex mu_;

@@ -10,13 +10,14 @@
 #include "absl/strings/str_cat.h"
 #include "proto/types/check.h"
 #include "server/compute/cuda_status.h"
+#include "server/memory/host_block.h"
 
 namespace lmhead {
 namespace {
 
 class StagedCollective final : public Collective {
  public:
-  StagedCollective(Collective* host, std::unique_ptr<PinnedBlock> staging, int64_t staging_bytes)
+  StagedCollective(Collective* host, std::unique_ptr<HostBlock> staging, int64_t staging_bytes)
       : host_(host), staging_(std::move(staging)), staging_bytes_(staging_bytes) {}
 
   int32_t rank() const override { return host_->rank(); }
@@ -62,7 +63,7 @@ class StagedCollective final : public Collective {
   absl::Status Up(void* to, int64_t num_bytes, cudaStream_t stream);
 
   Collective* const host_;
-  const std::unique_ptr<PinnedBlock> staging_;
+  const std::unique_ptr<HostBlock> staging_;
   const int64_t staging_bytes_;
 };
 
@@ -100,7 +101,7 @@ absl::Status StagedCollective::AllGather(const void* send, void* receive, int64_
   LMHEAD_CHECK(received + bytes_per_rank <= staging_bytes_,
                absl::StrCat(received + bytes_per_rank, " bytes, room for ", staging_bytes_));
   auto* const cuda_stream = static_cast<cudaStream_t>(stream);
-  auto* const sent = static_cast<std::byte*>(staging_->data()) + received;
+  auto* const sent = staging_->data() + received;
   LMHEAD_RETURN_IF_CUDA_ERROR(cudaMemcpyAsync(sent, send, static_cast<size_t>(bytes_per_rank),
                                               cudaMemcpyDeviceToHost, cuda_stream));
   LMHEAD_RETURN_IF_CUDA_ERROR(cudaStreamSynchronize(cuda_stream));
@@ -110,12 +111,14 @@ absl::Status StagedCollective::AllGather(const void* send, void* receive, int64_
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<Collective>> StageOnHost(Collective* host, int64_t staging_bytes) {
+absl::StatusOr<std::unique_ptr<Collective>> StageOnHost(Collective* host, int64_t staging_bytes,
+                                                        int device) {
   LMHEAD_CHECK(host->memory() == Collective::Memory::kHost, "the collective is in device memory");
   constexpr int64_t kMultiple = 256;  // Whole elements of every type in a piece.
   const int64_t bytes = (staging_bytes + kMultiple - 1) / kMultiple * kMultiple;
-  auto staging = PinnedBlock::Create(bytes);
+  auto staging = HostBlock::Map(bytes);
   if (!staging.ok()) return staging.status();
+  LMHEAD_RETURN_IF_ERROR((*staging)->Pin(device));
   return std::make_unique<StagedCollective>(host, *std::move(staging), bytes);
 }
 

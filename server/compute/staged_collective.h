@@ -13,13 +13,14 @@
 
 #include "absl/status/statusor.h"
 #include "server/compute/collective.h"
-#include "server/memory/pinned_memory.h"
 
 namespace lmhead {
 
-// `host` is one of kHost and must outlive the result. Longer arrays than `staging_bytes` (all
-// ranks' of an AllGather together) go in pieces, except those of an AllGather, which must fit.
-absl::StatusOr<std::unique_ptr<Collective>> StageOnHost(Collective* host, int64_t staging_bytes);
+// `host` is one of kHost and must outlive the result; `device` is the rank's. Longer arrays than
+// `staging_bytes` (all ranks' of an AllGather together) go in pieces, except those of an AllGather,
+// which must fit.
+absl::StatusOr<std::unique_ptr<Collective>> StageOnHost(Collective* host, int64_t staging_bytes,
+                                                        int device);
 
 }  // namespace lmhead
 

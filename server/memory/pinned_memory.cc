@@ -7,13 +7,6 @@
 namespace lmhead {
 namespace {
 
-absl::Status NotPinned(int64_t bytes, cudaError_t error) {
-  cudaGetLastError();  // Reported here, not by a later launch.
-  return absl::ResourceExhaustedError(
-      absl::StrCat("the system did not pin ", bytes, " bytes of host memory (",
-                   cudaGetErrorString(error), "); raise `ulimit -l`"));
-}
-
 bool IsNoGpu(cudaError_t error) {
   return error == cudaErrorNoDevice || error == cudaErrorInsufficientDriver;
 }
@@ -31,9 +24,11 @@ absl::Status PinHostMemory(int device, void* data, int64_t bytes) {
     error = cudaHostRegister(data, static_cast<size_t>(bytes), cudaHostRegisterPortable);
   }
   if (error == cudaSuccess) return absl::OkStatus();
-  if (!IsNoGpu(error)) return NotPinned(bytes, error);
-  cudaGetLastError();
-  return absl::OkStatus();
+  cudaGetLastError();  // Reported here, not by a later launch.
+  if (IsNoGpu(error)) return absl::OkStatus();
+  return absl::ResourceExhaustedError(
+      absl::StrCat("the system did not pin ", bytes, " bytes of host memory (",
+                   cudaGetErrorString(error), "; `ulimit -l` may be too low)"));
 }
 
 void UnpinHostMemory(int device, void* data) {
@@ -41,14 +36,5 @@ void UnpinHostMemory(int device, void* data) {
   cudaHostUnregister(data);
   cudaGetLastError();  // Memory that was not pinned, or a device that is lost: nothing to undo.
 }
-
-absl::StatusOr<std::unique_ptr<PinnedBlock>> PinnedBlock::Create(int64_t bytes) {
-  void* data = nullptr;
-  const cudaError_t error = cudaHostAlloc(&data, static_cast<size_t>(bytes), cudaHostAllocPortable);
-  if (error != cudaSuccess) return NotPinned(bytes, error);
-  return std::unique_ptr<PinnedBlock>(new PinnedBlock(data));
-}
-
-PinnedBlock::~PinnedBlock() { cudaFreeHost(data_); }
 
 }  // namespace lmhead

@@ -8,10 +8,4 @@ absl::Status PinHostMemory(int device, void* data, int64_t bytes) { return absl:
 
 void UnpinHostMemory(int device, void* data) {}
 
-absl::StatusOr<std::unique_ptr<PinnedBlock>> PinnedBlock::Create(int64_t bytes) {
-  return absl::UnimplementedError("this binary was built without CUDA");
-}
-
-PinnedBlock::~PinnedBlock() = default;
-
 }  // namespace lmhead

@@ -1,10 +1,6 @@
 #include "server/memory/staging_pool.h"
 
-#include <sys/mman.h>
-
 #include <algorithm>
-#include <cerrno>
-#include <cstring>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -18,37 +14,36 @@ constexpr int64_t kSlotAlignment = 64;
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<StagingPool>> StagingPool::Create(int32_t num_slots,
-                                                                 int64_t slot_bytes) {
+                                                                 int64_t slot_bytes,
+                                                                 std::optional<int> device) {
   LMHEAD_CHECK(num_slots > 0 && slot_bytes > 0,
                absl::StrCat("got ", num_slots, " slots of ", slot_bytes, " bytes"));
   const int64_t rounded = (slot_bytes + kSlotAlignment - 1) / kSlotAlignment * kSlotAlignment;
-  void* const base = mmap(nullptr, static_cast<size_t>(num_slots * rounded), PROT_READ | PROT_WRITE,
-                          MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (base == MAP_FAILED) {
-    return absl::ResourceExhaustedError(absl::StrCat(
-        "the system gave no memory for ", num_slots, " staging slots of ", rounded, " bytes (",
-        std::strerror(errno), "); lower --staging_slots or --chunk_bytes_max"));
+  absl::StatusOr<std::unique_ptr<HostBlock>> block = HostBlock::Map(num_slots * rounded);
+  absl::Status status = block.status();
+  if (status.ok() && device.has_value()) status = (*block)->Pin(*device);
+  if (absl::IsResourceExhausted(status)) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat(num_slots, " staging slots of ", rounded, " bytes: ", status.message(),
+                     "; lower --staging_slots or --chunk_bytes_max"));
   }
-  return std::unique_ptr<StagingPool>(
-      new StagingPool(static_cast<std::byte*>(base), num_slots, rounded));
+  if (!status.ok()) return status;
+  return std::unique_ptr<StagingPool>(new StagingPool(*std::move(block), num_slots, rounded));
 }
 
-StagingPool::StagingPool(std::byte* base, int32_t num_slots, int64_t slot_bytes)
-    : base_(base), slot_bytes_(slot_bytes), slots_(static_cast<size_t>(num_slots)) {
+StagingPool::StagingPool(std::unique_ptr<HostBlock> block, int32_t num_slots, int64_t slot_bytes)
+    : block_(std::move(block)), slot_bytes_(slot_bytes), slots_(static_cast<size_t>(num_slots)) {
   for (int32_t i = num_slots - 1; i >= 0; --i) {
-    slots_[i] = {base + i * slot_bytes, slot_bytes};
+    slots_[i] = {block_->data() + i * slot_bytes, slot_bytes};
     free_.push_back(&slots_[i]);
   }
 }
 
 StagingPool::~StagingPool() {
-  {
-    absl::MutexLock lock(&mu_);
-    LMHEAD_CHECK(waiters_.empty(), absl::StrCat(waiters_.size(), " streams still wait for a slot"));
-    LMHEAD_CHECK(free_.size() == slots_.size(),
-                 absl::StrCat(slots_.size() - free_.size(), " slots are still lent"));
-  }
-  munmap(base_, slots_.size() * static_cast<size_t>(slot_bytes_));
+  absl::MutexLock lock(&mu_);
+  LMHEAD_CHECK(waiters_.empty(), absl::StrCat(waiters_.size(), " streams still wait for a slot"));
+  LMHEAD_CHECK(free_.size() == slots_.size(),
+               absl::StrCat(slots_.size() - free_.size(), " slots are still lent"));
 }
 
 uint64_t StagingPool::Acquire(SlotReady ready) {

@@ -12,11 +12,13 @@
 #include <deque>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
+#include "server/memory/host_block.h"
 
 namespace lmhead {
 
@@ -31,8 +33,10 @@ class StagingPool {
  public:
   using SlotReady = std::function<void(StagingSlot*)>;
 
-  // Allocates num_slots buffers of slot_bytes. RESOURCE_EXHAUSTED when the system has no room.
-  static absl::StatusOr<std::unique_ptr<StagingPool>> Create(int32_t num_slots, int64_t slot_bytes);
+  // Allocates num_slots buffers of slot_bytes, one block, pinned for `device` if there is one.
+  // RESOURCE_EXHAUSTED when the system has no room, or does not pin it; see HostBlock::Pin().
+  static absl::StatusOr<std::unique_ptr<StagingPool>> Create(
+      int32_t num_slots, int64_t slot_bytes, std::optional<int> device = std::nullopt);
   ~StagingPool();  // REQUIRES: every slot has been released, no waiter is left.
   StagingPool(const StagingPool&) = delete;
   StagingPool& operator=(const StagingPool&) = delete;
@@ -48,10 +52,7 @@ class StagingPool {
   // Returns a slot.
   void Release(StagingSlot* slot);
 
-  // All slots, one block; for pinning it.
-  std::byte* data() const { return base_; }
-  int64_t size_bytes() const { return num_slots() * slot_bytes_; }
-
+  int64_t size_bytes() const { return block_->size_bytes(); }  // Of all slots.
   int32_t num_slots() const { return static_cast<int32_t>(slots_.size()); }
   int64_t slot_bytes() const { return slot_bytes_; }
   int32_t num_lent() const;     // In-flight chunks.
@@ -63,9 +64,9 @@ class StagingPool {
     SlotReady ready;
   };
 
-  StagingPool(std::byte* base, int32_t num_slots, int64_t slot_bytes);
+  StagingPool(std::unique_ptr<HostBlock> block, int32_t num_slots, int64_t slot_bytes);
 
-  std::byte* const base_;
+  const std::unique_ptr<HostBlock> block_;
   const int64_t slot_bytes_;
   std::vector<StagingSlot> slots_;
   mutable absl::Mutex mu_;
