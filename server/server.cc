@@ -7,7 +7,9 @@
 #include <algorithm>
 #include <atomic>
 #include <map>
+#include <optional>
 #include <random>
+#include <set>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -129,6 +131,7 @@ class Server::Impl {
   absl::Status MakeSlots();
   absl::Status MakeRanks();
   void ConnectRanks();
+  void TellWhyNotReady(const std::string& problem);
   void CheckHeads();
   absl::Status AwaitRanks(const std::function<bool()>& cancelled);
   void MakeCompute();
@@ -179,7 +182,7 @@ class Server::Impl {
   std::string health_address_;
 
   std::atomic<bool> connect_requested_{false};
-  std::string not_ready_;                  // Why the ranks are not connected; the executor's.
+  std::set<std::string> reasons_told_;     // Why the ranks are not connected; the executor's.
   std::atomic<bool> ranks_usable_{false};  // ranks_ and the executor are there.
   std::atomic<bool> heads_usable_{false};  // heads_ is there, too.
   absl::Mutex ready_mu_;
@@ -304,10 +307,17 @@ void Server::Impl::ConnectRanks() {
   executor_->Post([this] {
     connect_requested_ = false;
     const std::string problem(ranks_->Connect().message());
-    if (!problem.empty() && problem != not_ready_) spdlog::info("not ready: {}", problem);
-    not_ready_ = problem;
+    TellWhyNotReady(problem);
     if (problem.empty() && heads_usable_) CheckHeads();
   });
+}
+
+// Each reason once until the ranks are connected: two may take turns from try to try.
+void Server::Impl::TellWhyNotReady(const std::string& problem) {
+  constexpr size_t kReasonsMax = 100;
+  if (problem.empty() || reasons_told_.size() >= kReasonsMax) reasons_told_.clear();
+  if (problem.empty() || !reasons_told_.insert(problem).second) return;
+  spdlog::info("not ready: {}", problem);
 }
 
 // Tells of the heads whose shards went with a rank's process, rather than let a trainer find out.
