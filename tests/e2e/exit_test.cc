@@ -8,12 +8,10 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <signal.h>
-#include <spawn.h>
 #include <sys/wait.h>
-#include <unistd.h>
 
 #include <cstdlib>
-#include <filesystem>
+#include <map>
 #include <optional>
 #include <string>
 
@@ -21,8 +19,7 @@
 #include "absl/time/clock.h"
 #include "tests/e2e/service_fixture.h"
 #include "tests/util/certificates.h"
-
-extern char** environ;
+#include "tests/util/own_test.h"
 
 namespace lmhead::e2e {
 namespace {
@@ -70,12 +67,9 @@ TEST(LeavingProcess, LeavesWithMessagesInFlight) {
 }
 
 // The exit code of a child, minus the signal that ended it; nothing when it hangs.
-std::optional<int> RunChild() {
-  std::string self = std::filesystem::read_symlink("/proc/self/exe");
-  std::string filter = "--gtest_filter=LeavingProcess.*";
-  char* const argv[] = {self.data(), filter.data(), nullptr};
-  pid_t pid = -1;
-  EXPECT_EQ(posix_spawn(&pid, self.c_str(), nullptr, nullptr, argv, environ), 0);
+std::optional<int> RunChild(const std::map<std::string, std::string>& variables) {
+  const pid_t pid = StartOwnTest("LeavingProcess.LeavesWithMessagesInFlight", variables);
+  EXPECT_GT(pid, 0);
   const absl::Time deadline = absl::Now() + absl::Minutes(2);
   int status = 0;
   while (waitpid(pid, &status, WNOHANG) == 0) {
@@ -99,11 +93,12 @@ TEST_P(ExitTest, ClientsAndTheServerEnd) {
       {{"tls.crt", leaf.cert_pem}, {"tls.key", leaf.key_pem}, {"ca.crt", authority.cert_pem()}});
   std::vector<std::string> flags;
   ClientOptions options;
+  std::map<std::string, std::string> variables;
   if (tls) {
     flags = {absl::StrCat("--tls_cert_file=", files.Path("tls.crt")),
              absl::StrCat("--tls_key_file=", files.Path("tls.key"))};
     options.credentials.tls_ca_file = files.Path("ca.crt");
-    setenv(kAuthorityVariable, files.Path("ca.crt").c_str(), 1);
+    variables[kAuthorityVariable] = files.Path("ca.crt");
   }
   auto server = StartServer(flags);
   {
@@ -111,16 +106,15 @@ TEST_P(ExitTest, ClientsAndTheServerEnd) {
     LMHEAD_ASSERT_OK(client);
     LMHEAD_ASSERT_OK(CreateHead(client->get(), kShape));
   }
-  setenv(kAddressVariable, server->address().c_str(), 1);
+  variables[kAddressVariable] = server->address();
   for (int round = 0; round < 3; ++round) {
     for (const char* manner : {"as-it-is", "destroyed", "cancelled", "finished"}) {
-      setenv(kMannerVariable, manner, 1);
-      const std::optional<int> code = RunChild();
+      variables[kMannerVariable] = manner;
+      const std::optional<int> code = RunChild(variables);
       ASSERT_TRUE(code.has_value()) << "a client that left " << manner << " hangs";
       EXPECT_EQ(*code, 0) << manner << " in round " << round;
     }
   }
-  for (const char* name : {kAddressVariable, kAuthorityVariable, kMannerVariable}) unsetenv(name);
   auto code = server->Stop();
   LMHEAD_ASSERT_OK(code);
   EXPECT_EQ(*code, 0);

@@ -4,18 +4,15 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <signal.h>
-#include <spawn.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <cstdlib>
-#include <filesystem>
 
 #include "absl/strings/str_cat.h"
 #include "tests/e2e/service_fixture.h"
 #include "tests/fault/chaos_proxy.h"
-
-extern char** environ;
+#include "tests/util/own_test.h"
 
 namespace lmhead::fault {
 namespace {
@@ -138,7 +135,6 @@ TEST(ServerKilled, AWriterThatFindsAnotherIncarnationFailsWithAborted) {
 // Told to the child below: where the server is, and its incarnation.
 constexpr char kAddressVariable[] = "LMHEAD_TEST_HALF_WORKER_ADDRESS";
 constexpr char kIncarnationVariable[] = "LMHEAD_TEST_HALF_WORKER_INCARNATION";
-constexpr int kReadyFd = 3;
 
 // Not a test of its own: what the process does that the tests below start and kill.
 TEST(HalfWorkerProcess, SendsHalfOfWorkerOneAndHangs) {
@@ -148,7 +144,7 @@ TEST(HalfWorkerProcess, SendsHalfOfWorkerOneAndHangs) {
   HalfSent half(client.get(), HeadShape(), 1,
                 std::strtoull(getenv(kIncarnationVariable), nullptr, 10), 1);
   if (::testing::Test::HasFailure()) return;
-  ASSERT_EQ(write(kReadyFd, ".", 1), 1);
+  ASSERT_EQ(write(kGivenFd, ".", 1), 1);
   for (;;) pause();
 }
 
@@ -158,18 +154,10 @@ class HalfWorker {
   HalfWorker(const std::string& address, uint64_t incarnation) {
     int ends[2];
     EXPECT_EQ(pipe2(ends, O_CLOEXEC), 0);
-    posix_spawn_file_actions_t actions;
-    posix_spawn_file_actions_init(&actions);
-    posix_spawn_file_actions_adddup2(&actions, ends[1], kReadyFd);
-    setenv(kAddressVariable, address.c_str(), 1);
-    setenv(kIncarnationVariable, absl::StrCat(incarnation).c_str(), 1);
-    std::string self = std::filesystem::read_symlink("/proc/self/exe");
-    std::string filter = "--gtest_filter=HalfWorkerProcess.*";
-    char* const argv[] = {self.data(), filter.data(), nullptr};
-    EXPECT_EQ(posix_spawn(&pid_, self.c_str(), &actions, nullptr, argv, environ), 0);
-    unsetenv(kAddressVariable);
-    unsetenv(kIncarnationVariable);
-    posix_spawn_file_actions_destroy(&actions);
+    pid_ = StartOwnTest(
+        "HalfWorkerProcess.SendsHalfOfWorkerOneAndHangs",
+        {{kAddressVariable, address}, {kIncarnationVariable, absl::StrCat(incarnation)}}, ends[1]);
+    EXPECT_GT(pid_, 0);
     close(ends[1]);
     // A byte when its first chunks are counted; the end of the file when it failed.
     char ready = 0;
