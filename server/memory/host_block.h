@@ -18,7 +18,7 @@ namespace lmhead {
 // One mapping, of zeros at first, aligned to a page.
 class HostBlock {
  public:
-  // RESOURCE_EXHAUSTED when the system has no room.
+  // RESOURCE_EXHAUSTED when the system has no room. REQUIRES: bytes > 0.
   static absl::StatusOr<std::unique_ptr<HostBlock>> Map(int64_t bytes);
 
   // Unpins and unmaps it. REQUIRES: no copy from or to it is under way.
