@@ -1,6 +1,6 @@
 # Every dependency of the project, found once, under the names that the project links:
-#   lmhead_absl, lmhead_protobuf, lmhead_grpc, lmhead_grpc_reflection, lmhead_crypto, lmhead_dnnl, lmhead_gloo;
-#   prometheus-cpp::pull, spdlog::spdlog_header_only, nlohmann_json::nlohmann_json, PkgConfig::xxhash, GTest::gmock.
+#   lmhead_absl, lmhead_protobuf, lmhead_grpc, lmhead_grpc_reflection, lmhead_crypto, lmhead_spdlog, lmhead_dnnl, lmhead_gloo;
+#   prometheus-cpp::pull, nlohmann_json::nlohmann_json, PkgConfig::xxhash, GTest::gmock.
 # They are the system's shared libraries, or with LMHEAD_PORTABLE its archives where it has them (cmake/portable.cmake).
 
 find_package(Threads REQUIRED)
@@ -16,10 +16,6 @@ find_package(OpenSSL REQUIRED)
 find_package(PkgConfig REQUIRED)
 pkg_check_modules(xxhash REQUIRED IMPORTED_TARGET libxxhash)
 find_program(GRPC_CPP_PLUGIN grpc_cpp_plugin REQUIRED)
-
-# Header-only to the end: the system's package would bring libfmt along.
-set_target_properties(spdlog::spdlog_header_only PROPERTIES
-  INTERFACE_LINK_LIBRARIES "Threads::Threads;fmt::fmt-header-only")
 
 if(NOT LMHEAD_CUDA STREQUAL "OFF")
   include(CheckLanguage)
@@ -53,6 +49,7 @@ add_library(lmhead_protobuf INTERFACE)
 add_library(lmhead_grpc INTERFACE)
 add_library(lmhead_grpc_reflection INTERFACE)
 add_library(lmhead_crypto INTERFACE)  # OpenSSL's, as gRPC has it.
+add_library(lmhead_spdlog INTERFACE)
 if(LMHEAD_PORTABLE)
   include(cmake/portable.cmake)
 else()
@@ -63,6 +60,7 @@ else()
   target_link_libraries(lmhead_grpc INTERFACE gRPC::grpc++)
   target_link_libraries(lmhead_grpc_reflection INTERFACE gRPC::grpc++_reflection)
   target_link_libraries(lmhead_crypto INTERFACE OpenSSL::Crypto)
+  target_link_libraries(lmhead_spdlog INTERFACE spdlog::spdlog)
 endif()
 target_link_libraries(lmhead_protobuf INTERFACE Threads::Threads)
 target_link_libraries(lmhead_grpc INTERFACE lmhead_protobuf lmhead_absl)

@@ -31,6 +31,10 @@ file(WRITE ${CMAKE_BINARY_DIR}/archives.ld "GROUP ( ${archives} )\n")
 foreach(target lmhead_absl lmhead_protobuf lmhead_grpc lmhead_grpc_reflection lmhead_crypto)
   target_link_libraries(${target} INTERFACE ${CMAKE_BINARY_DIR}/archives.ld)
 endforeach()
+# No archive of it in the system: compiled in, and so is fmt, by every file that logs.
+set_target_properties(spdlog::spdlog_header_only PROPERTIES
+  INTERFACE_LINK_LIBRARIES "Threads::Threads;fmt::fmt-header-only")
+target_link_libraries(lmhead_spdlog INTERFACE spdlog::spdlog_header_only)
 find_library(LMHEAD_ARCHIVE_xxhash libxxhash.a REQUIRED)
 set_target_properties(PkgConfig::xxhash PROPERTIES INTERFACE_LINK_LIBRARIES ${LMHEAD_ARCHIVE_xxhash})
 
