@@ -6,7 +6,6 @@
 #include <gtest/gtest.h>
 #include <signal.h>
 #include <sys/wait.h>
-#include <unistd.h>
 
 #include <cstdlib>
 #include <filesystem>
@@ -331,7 +330,6 @@ TEST_F(CheckpointStoreTest, AKilledSaveLeavesOnlyWholeCheckpoints) {
   for (int round = 0; round < 8; ++round) {
     const pid_t child =
         StartOwnTest("CheckpointSaverProcess.SavesUntilKilled", {{kRootVariable, root_}});
-    ASSERT_GT(child, 0);
     // Half of them are killed at any time from their start, half after a save of theirs at least.
     if (round % 2 == 0) AwaitSaveAfter(newest);
     absl::SleepFor(absl::Milliseconds(random() % 400));

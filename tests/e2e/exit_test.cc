@@ -69,7 +69,6 @@ TEST(LeavingProcess, LeavesWithMessagesInFlight) {
 // The exit code of a child, minus the signal that ended it; nothing when it hangs.
 std::optional<int> RunChild(const std::map<std::string, std::string>& variables) {
   const pid_t pid = StartOwnTest("LeavingProcess.LeavesWithMessagesInFlight", variables);
-  EXPECT_GT(pid, 0);
   const absl::Time deadline = absl::Now() + absl::Minutes(2);
   int status = 0;
   while (waitpid(pid, &status, WNOHANG) == 0) {

@@ -4,11 +4,13 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <cstring>
 #include <filesystem>
 #include <vector>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "proto/types/check.h"
 
 namespace lmhead {
 namespace {
@@ -40,7 +42,8 @@ pid_t StartOwnTest(const std::string& filter, const std::map<std::string, std::s
   const int error = posix_spawn(&child, self.c_str(), &actions, nullptr,
                                 Pointers(&arguments).data(), Pointers(&environment).data());
   posix_spawn_file_actions_destroy(&actions);
-  return error == 0 ? child : -1;
+  LMHEAD_CHECK(error == 0, absl::StrCat(self, ": ", std::strerror(error)));
+  return child;
 }
 
 }  // namespace lmhead

@@ -15,7 +15,8 @@ inline constexpr int kGivenFd = 3;
 
 // Starts this binary anew with the tests that `filter` names, whichever ones this process was told
 // to run (GTEST_* of the environment: a shard, a file for results). `variables` go on top of the
-// environment; `given_fd`, if not -1, becomes kGivenFd. -1 when it could not be started.
+// environment; `given_fd`, if not -1, becomes kGivenFd. Ends this process when it cannot be
+// started: nobody is to signal or await the process -1, which is all of them.
 pid_t StartOwnTest(const std::string& filter, const std::map<std::string, std::string>& variables,
                    int given_fd = -1);
 
