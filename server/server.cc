@@ -315,9 +315,10 @@ void Server::Impl::ConnectRanks() {
 // Each reason once until the ranks are connected: two may take turns from try to try.
 void Server::Impl::TellWhyNotReady(const std::string& problem) {
   constexpr size_t kReasonsMax = 100;
-  if (problem.empty() || reasons_told_.size() >= kReasonsMax) reasons_told_.clear();
-  if (problem.empty() || !reasons_told_.insert(problem).second) return;
-  spdlog::info("not ready: {}", problem);
+  if (problem.empty() || reasons_told_.size() == kReasonsMax) reasons_told_.clear();
+  if (!problem.empty() && reasons_told_.insert(problem).second) {
+    spdlog::info("not ready: {}", problem);
+  }
 }
 
 // Tells of the heads whose shards went with a rank's process, rather than let a trainer find out.
